@@ -1,0 +1,1 @@
+../../zoo/checkpoint.py

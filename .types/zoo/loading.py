@@ -1,0 +1,1 @@
+../../zoo/loading.py

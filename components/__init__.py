@@ -1,0 +1,1 @@
+"""The parts of a model, one family a folder, one part a file."""

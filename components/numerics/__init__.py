@@ -1,0 +1,1 @@
+"""Number formats: pure functions that encode and decode."""

@@ -1,0 +1,1 @@
+"""Low-level operators: a plain reference beside each fast one."""

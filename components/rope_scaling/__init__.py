@@ -1,0 +1,1 @@
+"""Rotary frequencies beyond the trained context."""

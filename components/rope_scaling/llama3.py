@@ -1,0 +1,35 @@
+"""The scaling of Llama 3.1 and later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.components.contracts import RopeScaling
+from zoo.components.ops.rotary import frequencies
+from zoo.components.registry import part
+
+
+@part(RopeScaling, "llama3", source="Llama 3.1 model code (apply_scaling), as in transformers rope type 'llama3'")
+@dataclass(frozen=True, kw_only=True)
+class Llama3(RopeScaling):
+    """Long wavelengths are divided by ``factor``, short ones kept, those between are blended.
+
+    A wavelength is long beyond context / low_freq_factor and short below context / high_freq_factor.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    context: int
+
+    def frequencies(self, base: float, width: int, length: Tensor | None) -> Tensor:
+        frequency = frequencies(base, width)
+        wavelength = 2 * math.pi / frequency
+        blend = (self.context / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blended = (1 - blend) * frequency / self.factor + blend * frequency
+        scaled = torch.where(wavelength > self.context / self.low_freq_factor, frequency / self.factor, blended)
+        return torch.where(wavelength < self.context / self.high_freq_factor, frequency, scaled)

@@ -1,0 +1,1 @@
+"""Measurements of a model: accuracy, perplexity, speed, memory, and reports that compare them."""

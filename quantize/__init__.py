@@ -1,0 +1,1 @@
+"""Quantization: methods, statistics, disk formats and the runner that applies them to a model."""

@@ -1,0 +1,51 @@
+"""Modular zoo: models composed of swappable parts, quantized and judged.
+
+Everything here is loaded on first use; ``import zoo`` itself imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zoo.components import registry
+
+if TYPE_CHECKING:
+    from zoo.components.spec import SpecError, diff, override
+    from zoo.declare import build, parts, spec
+    from zoo.generate import generate
+    from zoo.loading import load
+    from zoo.model import Model, ModelSpec
+    from zoo.saving import save
+
+__version__ = "0.1.0"
+
+registry.declare("family", "zoo.families", "how a checkpoint's config and names map to a spec")
+registry.declare("quantizer", "zoo.quantize.methods", "how weights are rounded to few bits")
+registry.declare("format", "zoo.quantize.formats", "how quantized weights lie on disk")
+
+_LAZY = {
+    "load": "zoo.loading:load",
+    "save": "zoo.saving:save",
+    "spec": "zoo.declare:spec",
+    "build": "zoo.declare:build",
+    "parts": "zoo.declare:parts",
+    "diff": "zoo.components.spec:diff",
+    "override": "zoo.components.spec:override",
+    "generate": "zoo.generate:generate",
+    "Model": "zoo.model:Model",
+    "ModelSpec": "zoo.model:ModelSpec",
+    "SpecError": "zoo.components.spec:SpecError",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'zoo' has no attribute {name!r}{registry.nearest(name, _LAZY)}")
+    import importlib
+
+    module, _, attribute = _LAZY[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_LAZY, "__version__"])

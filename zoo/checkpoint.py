@@ -1,0 +1,199 @@
+"""Checkpoints as we read them: names, shapes and one tensor at a time, whatever the file format.
+
+``open_checkpoint`` understands a local folder, a ``.gguf`` file, ``package:NAME/FILE`` and a hub id with optional ``@revision``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zoo.components.spec import TensorInfo
+
+MAPPED = 64 << 20  # bytes read through one mapping of a file before it is mapped anew, which returns the pages
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
+          "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be found, is damaged, or does not fit; says which file, why, and what to do."""
+
+
+class Checkpoint(ABC):
+    """config: the contents of config.json. reference: how the user named it. dtype: the dtype that its weights are meant to have."""
+
+    reference: str
+    config: dict[str, Any]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Shape and dtype of every tensor, by name on disk."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """One tensor on the CPU, in memory of its own."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer. Raises CheckpointError where it has none."""
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The contents of generation_config.json, empty where there is none."""
+        return {}
+
+
+def open_checkpoint(reference: str | Path) -> Checkpoint:
+    """Find and open a checkpoint. Raises CheckpointError that names the reference and what would be accepted."""
+    text = str(reference)
+    path = package_file(text) if text.startswith("package:") else Path(text).expanduser()
+    if path.is_file():
+        return _open_file(path, text)
+    if path.is_dir():
+        return SafetensorsFolder(path, text)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) and not text.startswith((".", "~")):
+        from zoo.hub import download
+
+        return SafetensorsFolder(download(text), text)
+    raise CheckpointError(
+        f"{text}: nothing is there. A model is a local folder, a .gguf file, package:NAME/FILE, or a hub id such as org/name@revision"
+    )
+
+
+def _open_file(path: Path, text: str) -> Checkpoint:
+    if path.suffix == ".gguf":
+        from zoo.gguf_file import GGUFCheckpoint
+
+        return GGUFCheckpoint(path, text)
+    raise CheckpointError(f"{text}: a single file must be a .gguf file; for .safetensors give the folder that holds config.json too")
+
+
+def package_file(reference: str) -> Path:
+    """``package:NAME/FILE`` -> the path of FILE inside the installed package NAME, which is not imported."""
+    name, _, file = reference.removeprefix("package:").partition("/")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name) or not file:
+        raise CheckpointError(f"{reference}: write package:NAME/FILE, with NAME an installed Python package")
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise CheckpointError(f"{reference}: no package {name} is installed here; install it with pip first")
+    folders = [Path(p) for p in found.submodule_search_locations]
+    for folder in folders:
+        if (folder / file).is_file() and (folder / file).resolve().is_relative_to(folder.resolve()):
+            return folder / file
+    there = sorted(p.name for folder in folders for p in folder.iterdir() if p.is_file())
+    raise CheckpointError(f"{reference}: package {name} has no file {file}; it has {', '.join(there)}")
+
+
+def read_json(path: Path, reference: str) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError where it is absent or is not one."""
+    if not path.is_file():
+        raise CheckpointError(f"{reference}: no {path.name} in the folder; a checkpoint has config.json beside its .safetensors files")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise CheckpointError(f"{reference}: {path.name} is not JSON ({e})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{reference}: {path.name} must hold a JSON object, it holds a {type(data).__name__}")
+    return data
+
+
+class SafetensorsFolder(Checkpoint):
+    """A Hugging Face folder: config.json and one or more .safetensors files."""
+
+    def __init__(self, folder: Path, reference: str):
+        self.folder, self.reference = folder, reference
+        self.config = read_json(folder / "config.json", reference)
+        self._file, self._infos = self._index()
+        self._open: tuple[Path, Any, int] | None = None
+        self.dtype = self._dtype()
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def read(self, name: str) -> Tensor:
+        path = self._file[name]
+        if self._open is None or self._open[0] != path or self._open[2] > MAPPED:
+            self._open = (path, safe_open(str(path), "pt"), 0)
+        tensor = self._open[1].get_tensor(name).clone()  # the library's tensor is a view of the mapped file
+        self._open = (path, self._open[1], self._open[2] + tensor.nbytes)
+        return tensor
+
+    @property
+    def tokenizer(self) -> Any:
+        from zoo.tokenizers import from_folder
+
+        return from_folder(self.folder)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        path = self.folder / "generation_config.json"
+        return read_json(path, self.reference) if path.is_file() else {}
+
+    def _dtype(self) -> torch.dtype:
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        kind = getattr(torch, str(named), None)
+        if isinstance(kind, torch.dtype):
+            return kind
+        floats = [getattr(torch, i.dtype or "") for i in self._infos.values() if (i.dtype or "").startswith(("float", "bfloat"))]
+        return max(set(floats), key=floats.count) if floats else torch.float32
+
+    def _index(self) -> tuple[dict[str, Path], dict[str, TensorInfo]]:
+        files: dict[str, Path] = {}
+        infos: dict[str, TensorInfo] = {}
+        for path in self._shards():
+            for name, info in read_header(path, self.reference).items():
+                if name in files:
+                    raise CheckpointError(f"{self.reference}: tensor {name} is in {files[name].name} and again in {path.name}")
+                files[name], infos[name] = path, info
+        return files, infos
+
+    def _shards(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            return self._indexed(index)
+        found = sorted(self.folder.glob("*.safetensors"))
+        single = self.folder / "model.safetensors"
+        numbered = [m for p in found if (m := re.fullmatch(r".*-(\d+)-of-(\d+)\.safetensors", p.name))]
+        if single in found:
+            return [single]
+        if numbered and len(numbered) != int(numbered[0][2]):
+            raise CheckpointError(f"{self.reference}: {len(numbered)} of {int(numbered[0][2])} shards are there; download the rest")
+        if found:
+            return found
+        pickled = sorted(p.name for suffix in ("*.bin", "*.pt", "*.pth") for p in self.folder.glob(suffix))
+        hint = f"; {', '.join(pickled)} may run code when loaded and is not read, convert it to safetensors" if pickled else ""
+        raise CheckpointError(f"{self.reference}: no .safetensors file in the folder{hint}")
+
+    def _indexed(self, index: Path) -> list[Path]:
+        names = read_json(index, self.reference).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
+            raise CheckpointError(f"{self.reference}: {index.name} has no weight_map of tensor names to file names")
+        files = sorted(set(names.values()))
+        odd = [f for f in files if Path(f).name != f or f in (".", "..")]
+        if odd:
+            raise CheckpointError(f"{self.reference}: {index.name} points outside the folder: {', '.join(odd)}")
+        missing = [f for f in files if not (self.folder / f).is_file()]
+        if missing:
+            raise CheckpointError(f"{self.reference}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}; download them")
+        return [self.folder / f for f in files]
+
+
+def read_header(path: Path, reference: str) -> dict[str, TensorInfo]:
+    """Names, shapes and dtypes of a .safetensors file, checked by the safetensors library against the file's size."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {n: TensorInfo(tuple(v.get_shape()), DTYPES.get(v.get_dtype(), v.get_dtype())) for n, v in views.items()}
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{reference}: {path.name} is damaged or cut short ({e}); download it again") from None

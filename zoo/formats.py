@@ -1,0 +1,56 @@
+"""The contract of on-disk formats of quantized weights; the formats themselves are parts of the family ``format``.
+
+A format works on one linear module at a time: the tensors under one name on disk against those of our storage part. It knows
+nothing of models. ``zoo.load`` and ``zoo.save`` ask the registry for the format that a config names.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from zoo.components.contracts import Linear
+from zoo.components.spec import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(Spec):
+    """How quantized linear modules lie on disk.
+
+    method: the ``quant_method`` word of ``config.json["quantization_config"]`` that this format answers to.
+    """
+
+    family: ClassVar[str] = "format"
+    method: ClassVar[str] = ""
+
+    @abstractmethod
+    def storage(self, config: Mapping[str, Any], module: str) -> Linear | None:
+        """The storage part of one linear module, None where it is not quantized.
+
+        config: the quantization_config. module: its name on disk (``model.layers.0.mlp.down_proj``). Raises ValueError, naming the
+        field, for schemes that this format or our storage parts cannot hold.
+        """
+
+    @abstractmethod
+    def disk_names(self, storage: Linear, bias: bool) -> list[str]:
+        """Names of the module's tensors on disk, below the module's name."""
+
+    @abstractmethod
+    def decode(self, storage: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors on disk (keyed by disk_names) -> tensors of our module (keyed as its state dict). Raises ValueError on bad shapes."""
+
+    @abstractmethod
+    def encode(self, storage: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of decode, to the bit."""
+
+    @abstractmethod
+    def accepts(self, storage: Linear) -> list[str]:
+        """Reasons why a storage part cannot be written in this format; empty means that it can."""
+
+    @abstractmethod
+    def config(self, storages: Mapping[str, Linear]) -> dict[str, Any]:
+        """The quantization_config for a model whose linear modules (by disk name, all of them) have these storages."""

@@ -1,0 +1,210 @@
+"""``zoo.load``: a model from a reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from zoo.components import registry
+from zoo.components.contracts import Linear
+from zoo.components.spec import Spec, SpecError, check, override
+from zoo.family import Family, family_for
+from zoo.formats import Format
+from zoo.model import Model, ModelSpec
+from zoo.weights import Entry, check_names, entries, fill, linear_names, linears
+
+GIB = 1 << 30
+
+
+@dataclass
+class Source:
+    """Where a model's weights come from: enough to read any part of them again."""
+
+    checkpoint: Checkpoint
+    table: list[Entry]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def reference(self) -> str:
+        return self.checkpoint.reference
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.checkpoint.tokenizer
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        return self.checkpoint.generation
+
+    def fill(self, model: Model, prefix: str = "") -> None:
+        """Load the tensors below ``prefix``."""
+        fill(model, self.table, self.checkpoint, self.dtype, self.device, prefix)
+        finish(model, prefix)
+
+
+def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu",
+         override: Sequence[str] = (), lazy: bool = False) -> Model:  # fmt: skip
+    """A model with its weights.
+
+    reference: a local folder, a .gguf file, ``package:NAME/FILE``, or a hub id with optional ``@revision``. dtype: of the weights;
+    "auto" is the checkpoint's own. override: one-line edits of the spec, as ``layers.*.mixer.kernel=eager``. lazy: leave the tensors
+    on the meta device; ``zoo.weights.materialize`` loads them part by part.
+
+    Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
+    NotEnoughMemory before anything is read if the model cannot fit.
+    """
+    checkpoint = open_checkpoint(reference)
+    family = family_for(checkpoint.config, checkpoint.reference)
+    kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
+    spec, format = read_spec(family, checkpoint, override)
+    table = entries(spec, family.rules(spec), format)
+    check_names(spec, table, checkpoint, lambda name: family.ignores(name) or tied_copy(spec, table, checkpoint, name))
+    if not lazy:
+        check_memory(spec, kind, place, checkpoint.reference)
+    with torch.device("meta"):
+        model = spec.build()
+    model.config, model.source = checkpoint.config, Source(checkpoint, table, kind, place)
+    if not lazy:
+        model.source.fill(model)
+    return model.eval()
+
+
+def finish(model: Model, prefix: str) -> None:
+    """What follows once tensors are in place: ties, and the memory layout that each storage computes with."""
+    if model.embed.weight.device.type != "meta":
+        model.tie()
+    for name, module in model.named_modules():
+        if name.startswith(prefix) and hasattr(module, "prepare"):
+            module.prepare()
+
+
+def read_spec(family: Family, checkpoint: Checkpoint, edits: Sequence[str] = ()) -> tuple[ModelSpec, Format | None]:
+    """The spec that a checkpoint declares, with its quantized storages and the overrides; checked."""
+    try:
+        spec = family.read(checkpoint.config)
+    except KeyError as e:
+        raise CheckpointError(f"{checkpoint.reference}: config.json has no {e.args[0]}") from None
+    except ValueError as e:
+        raise CheckpointError(f"{checkpoint.reference}: {e}") from None
+    quantization = checkpoint.config.get("quantization_config")
+    format = None
+    if quantization:
+        format = format_for(quantization, checkpoint.reference)
+        spec = quantized_spec(spec, family, format, quantization)
+    spec = override(spec, *edits)
+    problems = check(spec)
+    if problems:
+        raise SpecError(problems)
+    return spec, format
+
+
+def format_for(quantization: dict[str, Any], reference: str) -> Format:
+    """The format part that answers to a ``quant_method``."""
+    method = str(quantization.get("quant_method"))
+    formats = [p.spec() for p in registry.parts("format")]
+    for format in formats:
+        if isinstance(format, Format) and format.method == method:
+            return format
+    known = ", ".join(sorted(f.method for f in formats if isinstance(f, Format)))
+    raise CheckpointError(f"{reference}: quant_method {method!r} is not supported; supported: {known}")
+
+
+def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any]) -> ModelSpec:
+    """The spec with the storage that the quantization config gives each linear module."""
+    names = linear_names(entries(spec, family.rules(spec)))
+    tie = spec.head.tie()
+    for path, _ in list(linears(spec)):
+        if tie and path == f"head.{tie[0].removesuffix('.weight')}":
+            continue
+        storage = format.storage(quantization, names[path])
+        if storage is not None:
+            spec = set_storage(spec, path, storage)
+    return spec
+
+
+def set_storage(spec: ModelSpec, path: str, storage: Linear) -> ModelSpec:
+    """The spec with one linear part replaced; ``path`` is its module path, which is also its place in the spec."""
+    return _set(spec, path.split("."), storage)
+
+
+def _set(node: Any, path: list[str], value: Spec) -> Any:
+    if not path:
+        return value
+    if isinstance(node, tuple):
+        i = int(path[0])
+        return (*node[:i], _set(node[i], path[1:], value), *node[i + 1 :])
+    return dataclasses.replace(node, **{path[0]: _set(getattr(node, path[0]), path[1:], value)})
+
+
+def tied_copy(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint, name: str) -> bool:
+    """True where a tensor is the tied head, stored although it is tied, and equals the embedding.
+
+    Raises CheckpointError where it differs: then the flag is wrong, and following either would be a guess.
+    """
+    tie = spec.head.tie()
+    if not tie or name not in _head_names(spec):
+        return False
+    embedding = next(e.theirs[0] for e in table if e.ours == (f"embed.{tie[1]}",))
+    if torch.equal(checkpoint.read(name), checkpoint.read(embedding)):
+        return True
+    raise CheckpointError(
+        f"{checkpoint.reference}: config.json says that the head is tied, but {name} differs from {embedding}. Set "
+        f'"tie_word_embeddings": false to use the stored head, or remove {name} to use the embedding'
+    )
+
+
+def _head_names(spec: ModelSpec) -> set[str]:
+    family = registry.get("family", spec.checkpoint).spec()
+    assert isinstance(family, Family)
+    tie = spec.head.tie()
+    return {r.theirs[0] for r in family.rules(spec) if tie and r.ours == (f"head.{tie[0]}",)}
+
+
+class NotEnoughMemory(CheckpointError, MemoryError):
+    """The model would not fit; said before anything is loaded."""
+
+
+def check_memory(spec: ModelSpec, dtype: torch.dtype, device: torch.device, reference: str) -> None:
+    """Raise NotEnoughMemory if the weights do not fit on the device."""
+    need, have = weight_bytes(spec, dtype), available_bytes(device)
+    if need > have:
+        raise NotEnoughMemory(
+            f"{reference}: the weights take {need / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, {device} has {have / GIB:.2f} GiB free. "
+            "Load with a smaller dtype (dtype='bfloat16'), a quantized checkpoint, or on another device"
+        )
+
+
+def weight_bytes(spec: Spec, dtype: torch.dtype, *at: Any) -> int:
+    """Bytes of all stored tensors of a spec."""
+    return sum(math.prod(t.shape) * (getattr(torch, t.dtype) if t.dtype else dtype).itemsize for t in spec.tensors(*at).values())
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "meta":
+        return 1 << 62
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def parse_dtype(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return auto
+    kinds = ["float32", "bfloat16", "float16", "float64"]
+    if dtype not in kinds:
+        raise ValueError(f"no dtype named {dtype!r}{registry.nearest(dtype, ['auto', *kinds])}")
+    return getattr(torch, dtype)

@@ -1,0 +1,245 @@
+"""The model: embedding, layers, final norm, head. Every kind of model is this one class over other parts.
+
+Shapes: B batch, T new tokens, M model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.components.contracts import (
+    MLP,
+    Ask,
+    Cache,
+    CachePolicy,
+    Embed,
+    Head,
+    Kernel,
+    NoCache,
+    Norm,
+    Pattern,
+    Position,
+    Projection,
+    Slot,
+    Step,
+    Wiring,
+    attach,
+)
+from zoo.components.spec import Child, Spec, TensorInfo, default
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerSpec(Spec):
+    """Attention as five choices; see docs/architecture.md."""
+
+    projection: Projection
+    position: Position = default(Position, "none")
+    pattern: Pattern = default(Pattern, "causal")
+    kernel: Kernel = default(Kernel, "sdpa")
+
+    def children(self, width: int, index: int) -> dict[str, Child]:
+        return {
+            "projection": Child(self.projection, (width,)),
+            "position": Child(self.position, (self.projection.rotary_width, self.projection.heads)),
+            "pattern": Child(self.pattern),
+            "kernel": Child(self.kernel, (self.projection,)),
+        }
+
+    def slots(self) -> dict[str, Slot]:
+        """What this layer keeps between calls."""
+        return (self.projection.slots() if self.kernel.history else {}) | self.kernel.states(self.projection)
+
+    def problems(self, width: int, index: int) -> Iterator[tuple[str, str]]:
+        ask = Ask(self.pattern, self.position.has_bias, self.projection.provides, *self.projection.widths)
+        for reason in self.kernel.refuses(ask):
+            yield "kernel", f"{self.kernel.name} {reason}"
+
+    def build(self, width: int, index: int) -> Mixer:
+        return Mixer(self, width, index)
+
+
+class Mixer(nn.Module):
+    """One attention layer of any kind."""
+
+    def __init__(self, spec: MixerSpec, width: int, index: int):
+        super().__init__()
+        self.index, self.slots, self.pattern = index, spec.slots(), spec.pattern
+        attach(self, {n: c for n, c in spec.children(width, index).items() if n != "pattern"})
+
+    def forward(self, x: Tensor, step: Step, cache: Cache) -> Tensor:
+        q, new = self.projection.write(x, step, self.position)
+        view = cache.extend(self.index, new, step, self.slots)
+        a = self.projection.read(q, view.streams)
+        return self.projection.out(a.finish(self.kernel(a, view, step, self.pattern, self.position)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec(Spec):
+    """One layer: a mixer and an MLP, joined by a wiring with norms of one kind."""
+
+    mixer: MixerSpec
+    mlp: MLP
+    norm: Norm = default(Norm, "rms")
+    wiring: Wiring = default(Wiring, "pre")
+
+    def children(self, width: int, index: int) -> dict[str, Child]:
+        norms = {n: Child(self.norm, (width,)) for n in self.wiring.norms}
+        return {"mixer": Child(self.mixer, (width, index)), "mlp": Child(self.mlp, (width,)), **norms}
+
+    def build(self, width: int, index: int) -> Layer:
+        return Layer(self, width, index)
+
+
+class Layer(nn.Module):
+    def __init__(self, spec: LayerSpec, width: int, index: int):
+        super().__init__()
+        self.wiring = spec.wiring
+        attach(self, spec.children(width, index))
+
+    def forward(self, x: Tensor, step: Step, cache: Cache) -> Tensor:
+        return self.wiring.run(self, x, step, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Spec):
+    """A whole model.
+
+    width: M. context: positions it was trained for (a record, not a limit). checkpoint: the family whose names its files use.
+    """
+
+    width: int
+    context: int
+    embed: Embed
+    layers: tuple[LayerSpec, ...]
+    head: Head
+    norm: Norm = default(Norm, "rms")
+    cache: CachePolicy = default(CachePolicy, "dense")
+    checkpoint: str = "llama"
+
+    def children(self) -> dict[str, Child]:
+        return {
+            "embed": Child(self.embed, (self.width,)),
+            **{f"layers.{i}": Child(layer, (self.width, i)) for i, layer in enumerate(self.layers)},
+            "norm": Child(self.norm, (self.width,)),
+            "head": Child(self.head, (self.width, self.embed)),
+        }
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.width < 1:
+            yield "width", f"must be at least 1, got {self.width}"
+        if not self.layers:
+            yield "layers", "a model has at least one layer"
+
+    def slots(self) -> list[dict[str, Slot]]:
+        return [layer.mixer.slots() for layer in self.layers]
+
+    def cache_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes that one more token of one row takes, all layers together."""
+        return sum(self.cache.bytes_per_token(s, element_bytes) for s in self.slots())
+
+    def parameters(self) -> dict[str, TensorInfo]:
+        """Every stored tensor by name, without building anything."""
+        return self.tensors()
+
+    def build(self) -> Model:
+        return Model(self)
+
+
+class Model(nn.Module):
+    """A callable model: ``model(ids) -> logits [B, T, V]``.
+
+    spec: what it is made of. config: the checkpoint's own config.json (empty for a model built from a spec). tokenizer: loaded
+    when first used.
+    """
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.spec = spec
+        self.config: dict[str, Any] = {}
+        self.source: Any = None  # where the weights came from; knows the tokenizer
+        children = spec.children()
+        attach(self, {n: children[n] for n in ("embed", "norm", "head")})
+        self.layers = nn.ModuleList(child.build() for name, child in children.items() if name.startswith("layers."))
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's tied parameter an alias of the embedding's."""
+        tied = self.spec.head.tie()
+        if tied:
+            owner, _, leaf = f"head.{tied[0]}".rpartition(".")
+            setattr(self.get_submodule(owner), leaf, getattr(self.embed, tied[1]))
+
+    def forward(self, ids: Tensor, *, lengths: Sequence[int] | Tensor | None = None, positions: Tensor | None = None,
+                cache: Any | None = None, last: bool = False) -> Tensor:  # fmt: skip
+        """ids [B, T] int64 -> logits [B, T, V] in the model's dtype.
+
+        lengths: [B] valid tokens per row, the rest is right padding. positions: [B, T] absolute positions, -1 = padding, for left
+        padding, packing and offsets; by default tokens continue where ``cache`` ends. last: only the last column's logits, [B, 1, V].
+        Logits of padding are meaningless. Raises ValueError for ids that are not [B, T] int64 or outside the vocabulary.
+        """
+        step = self.step(ids, lengths, positions, cache)
+        x = self.hidden(ids, step, NoCache() if cache is None else cache)
+        if cache is not None:
+            cache.commit()
+        return self.head(x[:, -1:] if last else x)
+
+    def hidden(self, ids: Tensor, step: Step, cache: Cache) -> Tensor:
+        """ids [B, T] -> final normed hidden states [B, T, M]. A cache keeps the tokens as pending until ``commit``."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, step, cache)
+        return self.norm(x)
+
+    def step(self, ids: Tensor, lengths: Any = None, positions: Tensor | None = None, cache: Any | None = None) -> Step:
+        """Check the inputs of one call and work out its positions."""
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input ids must be [batch, tokens] int64, got {list(ids.shape)} {ids.dtype}")
+        vocab = getattr(self.spec.embed, "vocab", None)
+        if vocab and ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise ValueError(f"input ids must lie in 0..{vocab - 1}, got {int(ids.min())}..{int(ids.max())}")
+        rows, width = ids.shape
+        if positions is not None:
+            if positions.shape != ids.shape:
+                raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {list(ids.shape)}")
+            return Step.of(positions.to(ids.device))
+        past = [0] * rows if cache is None else cache.length
+        if len(past) != rows:
+            raise ValueError(f"the cache has {len(past)} rows, the input {rows}")
+        if lengths is None and len(set(past)) <= 1:
+            return Step.plain(past[0] if past else 0, rows, width, ids.device)
+        count = torch.full((rows,), width) if lengths is None else torch.as_tensor(lengths)
+        if count.shape != (rows,) or int(count.min()) < 0 or int(count.max()) > width:
+            raise ValueError(f"lengths must be {rows} numbers in 0..{width}, got {count.tolist()}")
+        column = torch.arange(width)[None]
+        pos = torch.where(column < count[:, None], column + torch.tensor(past)[:, None], -1)
+        return Step.of(pos.to(ids.device))
+
+    def new_cache(self, rows: int) -> Any:
+        """An empty cache of the spec's policy for ``rows`` rows."""
+        return self.spec.cache.build(self.spec.slots(), rows, self.dtype, self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype if getattr(self.norm, "weight", None) is not None else next(p for p in self.parameters() if p.is_floating_point()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer (a transformers PreTrainedTokenizerFast). Raises ValueError where there is none."""
+        if self.source is None:
+            raise ValueError("this model was built from a spec and has no tokenizer; load a checkpoint, or pass token ids")
+        return self.source.tokenizer
+
+    def generate(self, prompt: Any, **options: Any) -> Any:
+        """Text or ids to text or ids; see zoo.generate.generate for the options."""
+        from zoo.generate import generate
+
+        return generate(self, prompt, **options)

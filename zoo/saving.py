@@ -1,0 +1,168 @@
+"""``zoo.save``: a model as a Hugging Face folder, under the names that its family uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zoo.components import registry
+from zoo.components.contracts import Linear
+from zoo.components.spec import dump, transform
+from zoo.family import Family
+from zoo.formats import Format
+from zoo.model import Model, ModelSpec
+from zoo.weights import Entry, entries, linear_names, linears
+
+SHARD = 5_000_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written. transformers: None where transformers loads the folder, else the reason why only zoo does."""
+
+    folder: Path
+    files: list[str]
+    bytes: int
+    transformers: str | None = field(default=None)
+
+
+def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors", shard_bytes: int = SHARD, overwrite: bool = False) -> Saved:
+    """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
+
+    format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``. Everything is
+    written beside the folder first and moved in at the end. A model that its family's config cannot describe (a swapped pattern, say)
+    is written with its spec in config.json; ``zoo.load`` reads it, transformers does not, and the result says why.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
+        raise FileExistsError(f"{folder} is not empty; choose another folder or pass overwrite=True")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is not loaded (it has tensors on the meta device); call zoo.weights.materialize(model, '') first")
+    family, written = family_of(model.spec), format_of(model.spec, format)
+    config, reason = describe(model.spec, model.config, family, written)
+    table = entries(model.spec, family.rules(model.spec), written)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        (scratch / "config.json").write_text(json.dumps(config | {"torch_dtype": str(model.dtype).removeprefix("torch.")}, indent=2) + "\n")
+        write_shards(model, table, scratch, shard_bytes)
+        write_extras(model, scratch)
+        move_in(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    files = sorted(p for p in folder.iterdir() if p.is_file())
+    return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason)
+
+
+def family_of(spec: ModelSpec) -> Family:
+    family = registry.get("family", spec.checkpoint).spec()
+    assert isinstance(family, Family)
+    return family
+
+
+def format_of(spec: ModelSpec, name: str) -> Format | None:
+    """The format part for a spec's packed storages, None where it has none. Raises ValueError with the format's reasons."""
+    storages = {path: child.spec for path, child in linears(spec) if child.spec.name != "dense"}
+    if not storages:
+        return None
+    format = registry.get("format", name).spec()
+    assert isinstance(format, Format)
+    refused = [f"{path}: {reason}" for path, s in storages.items() if isinstance(s, Linear) for reason in format.accepts(s)]
+    if refused:
+        raise ValueError(f"{name} cannot hold this model: " + "; ".join(refused))
+    return format
+
+
+def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format: Format | None) -> tuple[dict[str, Any], str | None]:
+    """config.json for a spec, and why transformers cannot run it (None where it can)."""
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "zoo_spec", "dtype", "torch_dtype")}
+    plain = transform(spec, _dense)
+    names = linear_names(entries(plain, family.rules(plain)))
+    tie = spec.head.tie()
+    storages = {names[p]: c.spec for p, c in linears(spec) if isinstance(c.spec, Linear) and not (tie and p == f"head.{tie[0].rpartition('.')[0]}")}
+    quantization = {"quantization_config": format.config(storages)} if format else {}
+    try:
+        return family.write(spec, kept) | quantization, None
+    except ValueError as e:
+        return kept | {"model_type": "zoo", "zoo_spec": dump(plain)} | quantization, str(e)
+
+
+def _dense(spec: Any) -> Any:
+    return registry.get("linear", "dense").spec() if isinstance(spec, Linear) else spec
+
+
+def write_shards(model: Model, table: list[Entry], folder: Path, shard_bytes: int) -> None:
+    """The tensors under their names on disk, in one file or in numbered shards with an index."""
+    shards: list[dict[str, str]] = []
+    total, held, size = 0, {}, 0
+    for name, tensor in disk_tensors(model, table):
+        if held and size + tensor.nbytes > shard_bytes:
+            shards.append(_write_shard(held, folder, len(shards)))
+            held, size = {}, 0
+        held[name] = tensor.contiguous().cpu()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    shards.append(_write_shard(held, folder, len(shards)))
+    if len(shards) == 1:
+        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, file in enumerate(files):
+        (folder / f"shard-{i}.safetensors").rename(folder / file)
+    where = {name: file for shard, file in zip(shards, files, strict=True) for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_shard(tensors: dict[str, Tensor], folder: Path, number: int) -> dict[str, str]:
+    save_file(tensors, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
+    return dict.fromkeys(tensors, "")
+
+
+def disk_tensors(model: Model, table: list[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, tensor) for every entry, one entry at a time."""
+    for entry in table:
+        tensors = entry.op.backward([stored(model, name) for name in entry.ours])
+        yield from zip(entry.theirs, tensors, strict=True)
+
+
+def stored(model: Model, name: str) -> Tensor:
+    """A tensor of the model by name, packed modules in their canonical layout."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if hasattr(module, "canonical"):
+        return module.canonical()[leaf].detach()
+    return getattr(module, leaf).detach()
+
+
+def write_extras(model: Model, folder: Path) -> None:
+    """Tokenizer and generation settings, where the model came with them."""
+    if model.source is None:
+        return
+    generation = model.source.generation
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    try:
+        tokenizer = model.source.tokenizer
+    except ValueError:  # a checkpoint without a tokenizer stays one
+        return
+    tokenizer.save_pretrained(folder)
+
+
+def move_in(scratch: Path, folder: Path) -> None:
+    """Replace the folder's files by the scratch folder's, each by one rename; old weight files that are not written anew go."""
+    folder.mkdir(exist_ok=True)
+    new = {p.name for p in scratch.iterdir()}
+    for old in folder.glob("*.safetensors*"):
+        if old.name not in new:
+            old.unlink()
+    for path in sorted(scratch.iterdir(), key=lambda p: p.name == "config.json"):  # config.json last: it makes the folder loadable
+        os.replace(path, folder / path.name)

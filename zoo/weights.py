@@ -1,0 +1,158 @@
+"""One reversible table from tensor names on disk to ours, and the streaming that fills a model from it.
+
+A family lists rules; from them and the spec comes one entry per tensor group. Loading runs the entries forward, saving runs them
+backward. Each tensor is read, cast and placed before the next one is read, so memory peaks at the model plus one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zoo.checkpoint import Checkpoint, CheckpointError
+from zoo.components.contracts import Linear
+from zoo.components.spec import Child, Spec
+from zoo.formats import Format
+from zoo.model import Model, ModelSpec
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A reversible change of layout between the tensors of an entry on disk and in the model."""
+
+    forward: Callable[[Tensors], Tensors]
+    backward: Callable[[Tensors], Tensors]
+
+
+SAME = Op(list, list)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """theirs (names on disk) <-> ours (names in the model); ``{l}`` runs over the layers."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    op: Op = SAME
+
+    @classmethod
+    def same(cls, theirs: str, ours: str) -> Rule:
+        return cls((theirs,), (ours,))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One rule for one layer: the tensors that are read and written together."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    op: Op = SAME
+
+
+def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None) -> list[Entry]:
+    """The rules written out for a spec: only tensors that it has, packed linear modules in the layout of ``format``."""
+    plain = [Entry(tuple(n.format(l=l) for n in r.theirs), tuple(n.format(l=l) for n in r.ours), r.op)
+             for r in rules for l in (range(len(spec.layers)) if "{l}" in r.ours[0] else [0])]  # fmt: skip
+    have = spec.tensors()
+    tie = spec.head.tie()
+    if tie:
+        have.pop(f"head.{tie[0]}", None)
+    packed = {path: child for path, child in linears(spec) if child.spec.name != "dense"}
+    kept = [e for e in plain if e.ours[0] in have]
+    return kept + [_packed_entry(path, child, names, format) for path, child in packed.items() for names in [linear_names(plain)]]
+
+
+def linears(spec: Spec, *at: object, path: str = "") -> Iterator[tuple[str, Child]]:
+    """Every linear part of a spec under its module path, with the sizes that it is built with."""
+    for name, child in spec.children(*at).items():
+        here = f"{path}.{name}".strip(".")
+        if isinstance(child.spec, Linear):
+            yield here, child
+        else:
+            yield from linears(child.spec, *child.at, path=here)
+
+
+def linear_names(table: Iterable[Entry]) -> dict[str, str]:
+    """Our module path -> its name on disk, for every entry that is one weight to one weight."""
+    pairs = ((e.ours[0], e.theirs[0]) for e in table if len(e.ours) == len(e.theirs) == 1)
+    return {o.removesuffix(".weight"): t.removesuffix(".weight") for o, t in pairs if o.endswith(".weight") and t.endswith(".weight")}
+
+
+def _packed_entry(path: str, child: Child, names: dict[str, str], format: Format | None) -> Entry:
+    storage = child.spec
+    assert isinstance(storage, Linear)
+    if format is None:
+        raise CheckpointError(f"{path} is stored as {storage.name}, which needs a quantized checkpoint format")
+    *_, bias = child.at
+    theirs = format.disk_names(storage, bool(bias))
+    ours = list(storage.own_tensors(*child.at))
+
+    def decode(tensors: Tensors) -> Tensors:
+        found = format.decode(storage, dict(zip(theirs, tensors, strict=True)))
+        return [found[n] for n in ours]
+
+    def encode(tensors: Tensors) -> Tensors:
+        found = format.encode(storage, dict(zip(ours, tensors, strict=True)))
+        return [found[n] for n in theirs]
+
+    return Entry(tuple(f"{names[path]}.{n}" for n in theirs), tuple(f"{path}.{n}" for n in ours), Op(decode, encode))
+
+
+# ---- filling a model ---------------------------------------------------------------------------------------------------------
+
+
+def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint, ignore: Callable[[str], bool]) -> None:
+    """Raise CheckpointError, listing every name, if the checkpoint lacks tensors or holds others than the table reads.
+
+    A tied head that is in the file all the same must equal the embedding, else the flag is wrong and the file says more.
+    """
+    wanted = {n for e in table for n in e.theirs}
+    there = checkpoint.tensors()
+    missing = sorted(wanted - there.keys())
+    extra = sorted(n for n in there.keys() - wanted if not ignore(n))
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {', '.join(missing)}")
+    if extra:
+        problems.append(f"{len(extra)} unexpected: {', '.join(extra)}")
+    if problems:
+        raise CheckpointError(f"{checkpoint.reference}: the tensors do not fit the model; " + "; ".join(problems))
+
+
+def fill(model: Model, table: Sequence[Entry], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    """Read the entries below ``prefix`` into a model (whose tensors there may be on the meta device), one entry at a time."""
+    for entry in table:
+        if not any(n.startswith(prefix) for n in entry.ours):
+            continue
+        tensors = entry.op.forward([checkpoint.read(n) for n in entry.theirs])
+        for name, tensor in zip(entry.ours, tensors, strict=True):
+            place(model, name, tensor, dtype, device, where=f"{checkpoint.reference}: {', '.join(entry.theirs)}")
+
+
+def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, where: str) -> None:
+    """Put one tensor into the model under its name, cast to ``dtype`` unless the slot has a dtype of its own."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    old = module._parameters.get(leaf)
+    slot = old if old is not None else module._buffers[leaf]
+    assert slot is not None
+    if slot.shape != tensor.shape:
+        raise CheckpointError(f"{where}: shape {list(tensor.shape)}, but the model's {name} is {list(slot.shape)}")
+    kind = dtype if old is not None else slot.dtype
+    tensor = tensor.to(device=device, dtype=kind)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def materialize(model: Model, prefix: str) -> None:
+    """Load the tensors below ``prefix`` (``layers.3``, or "" for all) of a model that was loaded with ``lazy=True``."""
+    if model.source is None:
+        raise CheckpointError("the model was built from a spec: there is no checkpoint to load its weights from")
+    model.source.fill(model, prefix)
