@@ -238,7 +238,7 @@ class Pattern(Spec):
 
     def mask(self, step: Step, view: View) -> Tensor:
         """[B, 1, T, S] bool, computed once per call and visible set."""
-        return step.once(f"mask {self!r} {view.kpos.shape}", lambda: self._mask(step.pos, view.kpos))
+        return step.once(f"mask {self.key} {tuple(view.kpos.shape)}", lambda: self._mask(step.pos, view.kpos))
 
     def _mask(self, qpos: Tensor, kpos: Tensor) -> Tensor:
         q, k = qpos[:, :, None], kpos[:, None, :]

@@ -12,10 +12,10 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from zoo.components.spec import Spec
@@ -37,6 +37,13 @@ class Part:
     spec: type[Spec]
     source: str
     needs: tuple[str, ...]
+    example: Mapping[str, Any]
+
+    def small(self) -> Spec:
+        """A small instance, for documentation and for the tests that every part of the family must pass."""
+        from zoo.components.spec import load
+
+        return load(self.spec, {"name": self.name, **self.example})
 
     @property
     def summary(self) -> str:
@@ -63,10 +70,12 @@ def declare(name: str, package: str, about: str) -> None:
         raise RegistryError(f"family {name!r} is already declared with package {_families[name].package}, not {package}")
 
 
-def part(family: type[Spec], name: str, *, source: str = "", needs: Iterable[str] = ()) -> Callable[[S], S]:
+def part(family: type[Spec], name: str, *, source: str = "", needs: Iterable[str] = (),
+         example: Mapping[str, Any] | None = None) -> Callable[[S], S]:  # fmt: skip
     """Class decorator: register a spec class as the part ``name`` of ``family`` (the family's base class).
 
     source: paper and section, or the project that defined the part. needs: what must be there to run it (``"gpu"``, a library).
+    example: values for the fields that have no default, small enough for tests.
     Raises RegistryError if the name is taken, naming both classes, and TypeError if the class is not of the family.
     """
 
@@ -77,7 +86,7 @@ def part(family: type[Spec], name: str, *, source: str = "", needs: Iterable[str
         if known and _where(known.spec) != _where(cls):
             raise RegistryError(f"{family.family} {name!r} is defined twice: by {_where(known.spec)} and by {_where(cls)}")
         cls.name = name
-        _parts[family.family, name] = Part(family.family, name, cls, source, tuple(needs))
+        _parts[family.family, name] = Part(family.family, name, cls, source, tuple(needs), dict(example or {}))
         return cls
 
     return register

@@ -12,9 +12,9 @@ import fnmatch
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar
 
 from zoo.components import registry
@@ -58,6 +58,11 @@ class Spec:
 
     family: ClassVar[str] = ""
     name: ClassVar[str] = ""
+
+    @cached_property
+    def key(self) -> str:
+        """A string that equal specs share, worked out once; what one forward call shares between layers is filed under it."""
+        return repr(self)
 
     def build(self, *at: Any) -> Any:
         """The module that this spec describes."""
@@ -238,6 +243,26 @@ def diff(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
     return [(k, left.get(k), right.get(k)) for k in {**left, **right} if left.get(k) != right.get(k)]
 
 
+def compact(rows: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """The rows of ``diff`` with those that say the same of several layers in one: ``layers.0:32.mixer.kernel``."""
+    groups: dict[tuple[str, str, Any, Any], list[int]] = {}
+    for path, left, right in rows:
+        found = re.match(r"(.*?\.)(\d+)(\..*|$)", path)
+        head, number, tail = found.groups() if found else (path, "", "")
+        groups.setdefault((head, tail, left, right), []).extend([int(number)] if number else [])
+    return [(head + (indices(where) if where else "") + tail, left, right) for (head, tail, left, right), where in groups.items()]
+
+
+def indices(where: Sequence[int]) -> str:
+    """Ascending indices as an override path writes them: ``3``, the slice ``0:32:2``, or ``[0,3,4]`` where they are no slice."""
+    if len(where) == 1:
+        return str(where[0])
+    step = where[1] - where[0]
+    if list(where) != list(range(where[0], where[-1] + 1, step)):
+        return f"[{','.join(map(str, where))}]"
+    return f"{where[0]}:{where[-1] + 1}" + (f":{step}" if step > 1 else "")
+
+
 def transform(spec: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of a spec tree in which every spec, inner ones first, is replaced by ``change(spec)``."""
     if isinstance(spec, tuple):
@@ -252,7 +277,8 @@ def transform(spec: Any, change: Callable[[Any], Any]) -> Any:
 
 def override(spec: S, *edits: str) -> S:
     """Edit by path: ``layers.*.mixer.kernel=eager`` swaps a part (its old fields go with it), ``layers.3.mixer.position.theta=1e6``
-    edits one field. Path steps are names, globs, indices (negative too) and slices (``1::2``); the value is YAML.
+    edits one field. Path steps are names, globs, indices (negative too), lists of them (``[0,2]``) and
+    slices (``1::2``); the value is YAML.
 
     Raises SpecError for a path that matches nothing and for values that do not fit, all at once.
     """
@@ -316,6 +342,8 @@ def _edit_field(node: Spec, name: str, rest: list[str], value: Any, place: str, 
 def _picks(pattern: str, i: int, n: int) -> bool:
     if ":" in pattern and re.fullmatch(r"-?\d*:-?\d*(:-?\d*)?", pattern):
         return i in range(n)[slice(*(int(x) if x else None for x in pattern.split(":")))]
+    if re.fullmatch(r"\[-?\d+(,-?\d+)*\]", pattern):
+        return any(_picks(one, i, n) for one in pattern[1:-1].split(","))
     if re.fullmatch(r"-?\d+", pattern):
         return int(pattern) in (i, i - n)
     return fnmatch.fnmatchcase(str(i), pattern)

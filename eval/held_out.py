@@ -13,7 +13,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +78,7 @@ class Perplexity:
     words: int | None
     seconds: float
     protocol: Protocol
-    windows: tuple[tuple[float, int], ...]
+    windows: tuple[tuple[float, int], ...] = field(repr=False)
 
     def versus(self, baseline: Perplexity) -> Change:
         """How much worse than the baseline, paired by window. Raises ValueError, naming the fields, if the protocols differ."""
@@ -113,24 +113,137 @@ def perplexity(model: Model, text: Text | None = None, *, context: int | None = 
 
     Raises ValueError, before the model runs, for settings that contradict each other and for texts too short to score.
     """
-    source, documents = _read(text, joining)
+    began = time.perf_counter()
+    material = _read(model, text, joining, bos)
     context = context or min(USUAL_CONTEXT, model.spec.context)
-    prefix = _prefix(model, bos, documents)
-    encoded = [_encode(model, d) for d in documents]
-    room = context - len(prefix) if bos == "window" else context
-    if context < 2 or not 1 <= (stride or room) <= room:
-        raise ValueError(f"context must be at least 2 and stride lie in 1..{room}, got context {context} and stride {stride}")
-    start = prefix if bos == "window" else []
-    rows = encoded if bos == "window" else [prefix + ids for ids in encoded]
-    tail = bool(stride or start or joining is None) or max(map(len, rows)) <= room
-    windows = [w for ids in rows for w in _windows(ids, start, room, stride or room, tail)][:limit]
-    words = _words(documents, encoded, windows)
-    if not windows:
-        raise ValueError(f"the text has {sum(map(len, rows))} tokens; at least two are needed to score one")
+    windows, protocol = _plan(material, context, stride, unit, limit)
+    words = material.words if sum(len(ids) - first for ids, first in windows) >= material.tokens else None
     if unit == "word" and words is None:
         raise ValueError("a figure per word needs a text of which every token is scored: "
                          "pass bos='window', or bos='text' with a stride below the context, and no limit")  # fmt: skip
-    protocol = Protocol(source=source, sha256=_sha256(documents), joining=joining if source.endswith("documents") else None,
-                        documents=len(documents), tokenizer=_tokenizer(model, documents), bos=bos if prefix else "none",
-                        context=context, stride=stride or room, tail="scored" if tail else "dropped", unit=unit, limit=limit)  # fmt: skip
-    return _measure(model, windows, words, protocol, batch_size)
+    scored = _run(model, windows, batch_size)
+    total, tokens = sum(x for x, _ in scored), sum(n for _, n in scored)
+    return Perplexity(value=_exp(total / (words if unit == "word" and words else tokens)), nll=total / tokens, tokens=tokens,
+                      words=words, seconds=time.perf_counter() - began, protocol=protocol, windows=tuple(scored))  # fmt: skip
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Material:
+    """A text as token ids without special tokens, one list a document, and the tokens that go before it."""
+
+    documents: list[list[int]]
+    prefix: list[int]
+    bos: Bos
+    joined: bool
+    words: int | None
+    about: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.documents))
+
+
+def _read(model: Model, text: Text | None, joining: str | None, bos: Bos) -> _Material:
+    if isinstance(text, Tensor) or (text and not isinstance(text, (str, Path)) and isinstance(text[0], int)):
+        ids = [int(i) for i in text]
+        prefix = [] if bos in ("tokenizer", "none") else _bos(model.tokenizer, bos)
+        about = {"source": "token ids", "sha256": _sha256(" ".join(map(str, ids))), "joining": None, "tokenizer": ""}
+        return _Material([ids], prefix, bos, True, None, about)
+    source, given = _texts(text)
+    joined = joining is not None
+    texts = [joining.join(given)] if joined else given
+    tokenizer = model.tokenizer
+    prefix = {"tokenizer": lambda: tokenizer.encode(""), "none": list}.get(bos, lambda: _bos(tokenizer, bos))()
+    about = {"source": source, "sha256": _sha256("\0".join(texts)), "joining": joining if len(given) > 1 else None,
+             "tokenizer": _sha256(tokenizer.backend_tokenizer.to_str())}  # fmt: skip
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return _Material(encoded, prefix, bos, joined, sum(len(t.split()) for t in texts), about)
+
+
+def _texts(text: Any) -> tuple[str, list[str]]:
+    """Where a text comes from, and its documents."""
+    if text is None:
+        return f"{corpus.SOURCE}, test", [corpus.text("test")]
+    if isinstance(text, Path):
+        return text.name, [text.read_text(encoding="utf-8")]
+    return ("a text", [text]) if isinstance(text, str) else (f"{len(text)} documents", list(text))
+
+
+def _bos(tokenizer: Any, bos: Bos) -> list[int]:
+    if tokenizer.bos_token_id is None:
+        raise ValueError(f"bos={bos!r}: the tokenizer has no beginning-of-sequence token; pass bos='none'")
+    return [tokenizer.bos_token_id]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- windows -----------------------------------------------------------------------------------------------------------------
+
+
+def _plan(material: _Material, context: int, stride: int | None, unit: Unit, limit: int | None) -> tuple[list[Window], Protocol]:
+    start = material.prefix if material.bos == "window" else []
+    room = context - len(start)
+    if context < 2 or not 1 <= (stride or room) <= room:
+        raise ValueError(f"context must be at least 2 and stride lie in 1..{room}, got context {context} and stride {stride}")
+    rows = [ids if start else material.prefix + ids for ids in material.documents]
+    tail = bool(start) or (stride or room) < room or not material.joined or max(map(len, rows)) <= room
+    windows = [w for ids in rows for w in _windows(ids, start, room, stride or room, tail)][:limit]
+    if not windows:
+        raise ValueError(f"the text has {material.tokens} tokens; at least two are needed to score one")
+    return windows, Protocol(**material.about, documents=len(rows), bos=material.bos if material.prefix else "none", context=context,
+                             stride=stride or room, tail="scored" if tail else "dropped", unit=unit, limit=limit)  # fmt: skip
+
+
+def _windows(ids: list[int], start: list[int], room: int, stride: int, tail: bool) -> list[Window]:
+    """Cut ids into windows of ``start`` and ``room`` ids, each token scored once at most."""
+    windows: list[Window] = []
+    done = 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + room, len(ids))
+        first = max(done, begin if start else begin + 1)
+        if first >= end or (end - begin < room and not tail):
+            break
+        windows.append((start + ids[begin:end], first - begin + len(start)))
+        done = end
+    return windows
+
+
+@torch.inference_mode()
+def _run(model: Model, windows: Sequence[Window], batch_size: int) -> list[tuple[float, int]]:
+    """(summed nll in nats, scored tokens) of each window; windows of like length run together."""
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i][0]))
+    result = [(0.0, 0)] * len(windows)
+    for begin in range(0, len(order), batch_size):
+        part = order[begin : begin + batch_size]
+        ids, hidden = run_rows(model, [windows[i][0] for i in part], model.new_cache(len(part)))
+        spans = [(windows[i][1], len(windows[i][0])) for i in part]
+        predictors = torch.cat([hidden[row, first - 1 : end - 1] for row, (first, end) in enumerate(spans)])
+        targets = torch.cat([ids[row, first:end] for row, (first, end) in enumerate(spans)])
+        scored, _ = score(model, predictors, targets)
+        sizes = [end - first for first, end in spans]
+        for i, x, n in zip(part, scored.double().cpu().split(sizes), sizes, strict=True):
+            result[i] = (-float(x.sum()), n)
+    return result
+
+
+# ---- statistics --------------------------------------------------------------------------------------------------------------
+
+
+def _mean(windows: Sequence[tuple[float, int]]) -> tuple[float, float | None]:
+    """(sum, tokens) of each window -> the mean per token and its standard error (ratio estimator), None below two windows."""
+    tokens = sum(n for _, n in windows)
+    mean = sum(x for x, _ in windows) / tokens
+    count = len(windows)
+    if count < 2:
+        return mean, None
+    spread = sum((x - n * mean) ** 2 for x, n in windows)
+    return mean, math.sqrt(spread * count / (count - 1)) / tokens
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if not x > 709 else math.inf

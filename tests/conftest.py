@@ -9,8 +9,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
+settings.register_profile("zoo", settings(), deadline=None)  # the first call of an operator may compile it
+settings.load_profile("zoo")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

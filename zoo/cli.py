@@ -70,10 +70,10 @@ def diff_models(a: ModelArgument, b: ModelArgument) -> None:
     """Show where two models' declarations differ."""
     from rich.table import Table
 
-    from zoo.components.spec import diff
+    from zoo.components.spec import compact, diff
     from zoo.declare import spec
 
-    rows = diff(spec(a), spec(b))
+    rows = compact(diff(spec(a), spec(b)))
     if not rows:
         console().print("no difference")
         return

@@ -10,7 +10,7 @@ import torch
 
 from zoo.components import registry
 from zoo.components.contracts import Linear
-from zoo.components.spec import Child, Spec, TensorInfo, dump, transform
+from zoo.components.spec import Child, Spec, TensorInfo, dump, indices, transform
 from zoo.model import LayerSpec, ModelSpec
 
 
@@ -58,19 +58,9 @@ def _rows(spec: ModelSpec, dtype: torch.dtype) -> Iterator[Component]:
     for i, layer in enumerate(spec.layers):
         alike.setdefault(layer, []).append(i)
     for layer, where in alike.items():
-        yield from _layer_rows(_place(where), Child(layer, (spec.width, where[0])), len(where), dtype)
+        yield from _layer_rows(f"layers.{indices(where)}", Child(layer, (spec.width, where[0])), len(where), dtype)
     yield _row("norm", children["norm"], dtype)
     yield _row("head", children["head"], dtype)
-
-
-def _place(where: list[int]) -> str:
-    """``layers.3``, or the slice ``layers.0:30:2`` where the indices are one, or the list of them."""
-    if len(where) == 1:
-        return f"layers.{where[0]}"
-    step = where[1] - where[0]
-    if where != list(range(where[0], where[-1] + 1, step)):
-        return f"layers.[{','.join(map(str, where))}]"
-    return f"layers.{where[0]}:{where[-1] + 1}" + (f":{step}" if step > 1 else "")
 
 
 def _layer_rows(name: str, layer: Child, copies: int, dtype: torch.dtype) -> Iterator[Component]:

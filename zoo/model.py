@@ -69,6 +69,7 @@ class Mixer(nn.Module):
     def __init__(self, spec: MixerSpec, width: int, index: int):
         super().__init__()
         self.index, self.slots, self.pattern = index, spec.slots(), spec.pattern
+        assert self.pattern.key  # worked out here, where a compiler does not look
         attach(self, {n: c for n, c in spec.children(width, index).items() if n != "pattern"})
 
     def forward(self, x: Tensor, step: Step, cache: Cache) -> Tensor:

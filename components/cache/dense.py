@@ -39,6 +39,7 @@ class DenseCache:
         self.tokens = [{n: self._empty(s) for n, s in slots.items() if s.kind == "token"} for slots in layers]
         self.states = [{n: self._zeros(s) for n, s in slots.items() if s.kind == "state"} for slots in layers]
         self._step: Step | None = None
+        self._seen, self._kpos = 0, self.kpos  # what the layers of this step look at
         self._place: tuple[slice, slice] | tuple[Tensor, Tensor] = (slice(0), slice(0))
 
     # ---- layer side
@@ -47,12 +48,11 @@ class DenseCache:
         """Write the new tokens ([B, T, *shape] each) behind each row and show everything that is there."""
         if step is not self._step:
             self._open(step)
-        seen = max((n + p for n, p in zip(self.length, self.pending, strict=True)), default=0)
         streams = dict(new)
         for name, buffer in self.tokens[layer].items():
             buffer[self._place] = new[name] if step.start is not None else new[name][step.valid]
-            streams[name] = buffer[:, :seen]
-        kpos = self.kpos[:, :seen] if self.tokens[layer] else step.pos
+            streams[name] = buffer[:, : self._seen]
+        kpos = self._kpos if self.tokens[layer] else step.pos
         return View(streams, kpos, dict(self.states[layer]), self.aligned, lambda n, x: self._put(layer, n, x))
 
     def _open(self, step: Step) -> None:
@@ -63,7 +63,8 @@ class DenseCache:
         width = step.pos.shape[1]
         plain = step.start is not None and len(set(self.length)) == 1
         counts = [width] * len(self.length) if step.start is not None else step.valid.sum(1).tolist()
-        self.reserve(max(n + c for n, c in zip(self.length, counts, strict=True)))
+        self._seen = max((n + c for n, c in zip(self.length, counts, strict=True)), default=0)
+        self.reserve(self._seen)
         self.aligned = self.aligned and plain and step.start == self.length[0]
         if plain:
             self._place = (slice(None), slice(self.length[0], self.length[0] + width))
@@ -73,6 +74,7 @@ class DenseCache:
             self.kpos[self._place] = step.pos[step.valid]
             if step.start is not None:
                 step.start = None
+        self._kpos = self.kpos[:, : self._seen]
         self.pending = counts
 
     def _columns(self, step: Step) -> tuple[Tensor, Tensor]:

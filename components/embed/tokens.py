@@ -13,7 +13,7 @@ from zoo.components.registry import part
 from zoo.components.spec import TensorInfo
 
 
-@part(Embed, "tokens", source="Vaswani et al. 2017, arXiv:1706.03762, section 3.4")
+@part(Embed, "tokens", source="Vaswani et al. 2017, arXiv:1706.03762, section 3.4", example={"vocab": 50})
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Embed):
     """One learned vector per token id, times ``scale``."""

@@ -12,7 +12,7 @@ from zoo.components.registry import part
 from zoo.components.spec import Child, default
 
 
-@part(MLP, "gated", source="Shazeer 2020, arXiv:2002.05202, section 2")
+@part(MLP, "gated", source="Shazeer 2020, arXiv:2002.05202, section 2", example={"hidden": 24})
 @dataclass(frozen=True, kw_only=True)
 class Gated(MLP):
     """down(act(gate x) * up x): SwiGLU with silu, GeGLU with gelu, ReGLU with relu."""

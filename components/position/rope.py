@@ -46,7 +46,7 @@ class RopeModule(PositionModule):
         super().__init__()
         self.spec, self.width = spec, width
         self.logit_scale = spec.scaling.logit_scale
-        self.key = f"rope {spec!r} {width}"
+        self.key = f"{spec.key} {width}"
 
     def rotate(self, x: Tensor, step: Step) -> Tensor:
         cos, sin = step.once(f"{self.key} {x.dtype}", lambda: self.tables(step, x.dtype))

@@ -13,7 +13,8 @@ from zoo.components.registry import part
 from zoo.components.spec import Child, default
 
 
-@part(Projection, "gqa", source="Ainslie et al. 2023, arXiv:2305.13245; MQA: Shazeer 2019, arXiv:1911.02150")
+@part(Projection, "gqa", source="Ainslie et al. 2023, arXiv:2305.13245; MQA: Shazeer 2019, arXiv:1911.02150",
+      example={"heads": 4, "kv_heads": 2, "head_dim": 8})
 @dataclass(frozen=True, kw_only=True)
 class GroupedQuery(Projection):
     """Queries of ``heads`` heads share ``kv_heads`` key/value heads: MHA where equal, MQA with one.

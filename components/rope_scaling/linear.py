@@ -11,7 +11,7 @@ from zoo.components.ops.rotary import frequencies
 from zoo.components.registry import part
 
 
-@part(RopeScaling, "linear", source="Chen et al. 2023, arXiv:2306.15595")
+@part(RopeScaling, "linear", source="Chen et al. 2023, arXiv:2306.15595", example={"factor": 4.0})
 @dataclass(frozen=True, kw_only=True)
 class Linear(RopeScaling):
     """All frequencies divided by ``factor``, which squeezes positions into the trained range."""

@@ -1,1 +1,0 @@
-def test_a(smollm2, shared_data): print(smollm2, shared_data)
