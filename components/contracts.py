@@ -28,12 +28,13 @@ class Slot:
     """One named tensor that a layer keeps between calls.
 
     token: one entry of ``shape`` per token, can be cut back; state: one tensor of ``shape`` per row, only replaced.
-    dtype None follows the model.
+    dtype None follows the model. window: a fact that caches may use, only the last ``window`` positions are ever read again.
     """
 
     kind: Literal["token", "state"]
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    window: int | None = None
 
 
 @dataclass
@@ -79,6 +80,8 @@ class View:
 
     streams: token slots, [B, S, *slot shape] each. kpos: [B, S] their positions, -1 where there is nothing. state: state slots.
     aligned: the host knows that kpos[b, j] == j for every row. put: hands over a new state (a cache keeps it detached).
+    group: layers of one group are shown the same positions in one call. narrow: the layer's pattern, less what the cache hides.
+    observe: called with (operands, step, pattern, position) before the kernel runs; a cache that evicts by attention votes there.
     """
 
     streams: dict[str, Tensor]
@@ -86,6 +89,14 @@ class View:
     state: dict[str, Tensor] = field(default_factory=dict)
     aligned: bool = False
     put: Callable[[str, Tensor], None] = lambda name, new: None
+    group: int = 0
+    narrow: Callable[[Pattern], Pattern] = lambda pattern: pattern
+    observe: Callable[[Operands, Step, Pattern, PositionModule], None] = lambda operands, step, pattern, position: None
+
+    @property
+    def key(self) -> str:
+        """Names the visible set within one call, for what layers share through ``Step.once``."""
+        return f"{self.group} {tuple(self.kpos.shape)}"
 
 
 def identity(x: Tensor) -> Tensor:
@@ -119,7 +130,7 @@ class Ask:
 
 
 class Cache(Protocol):
-    """The layer side of every cache. The engine side (commit, trim, fork, bytes, check) is in ``cache/dense.py``."""
+    """The layer side of every cache. The engine side (commit, trim, fork, bytes, check) is in ``cache/_ledger.py``."""
 
     def extend(self, layer: int, new: Mapping[str, Tensor], step: Step, slots: Mapping[str, Slot]) -> View:
         """Store the new tokens' slots ([B, T, *shape] each) and show the layer everything that it may look at."""
@@ -155,6 +166,26 @@ class Linear(Spec):
 
     @abstractmethod
     def build(self, inputs: int, outputs: int, bias: bool) -> nn.Module: ...
+
+
+class StoredLinear(nn.Module):
+    """A linear module whose tensors in memory may differ from those that are saved."""
+
+    inputs: int
+    outputs: int
+    bias: nn.Parameter | None
+
+    def canonical(self) -> dict[str, Tensor]:
+        """The tensors as they are saved, named as by the spec's ``own_tensors``."""
+        raise NotImplementedError
+
+    def hold(self, canonical: dict[str, Tensor]) -> None:
+        """Take these tensors, named as they are saved and without the bias, in place of those held."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Take the layout that is fastest on the device; called once tensors are in place."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +269,7 @@ class Pattern(Spec):
 
     def mask(self, step: Step, view: View) -> Tensor:
         """[B, 1, T, S] bool, computed once per call and visible set."""
-        return step.once(f"mask {self.key} {tuple(view.kpos.shape)}", lambda: self._mask(step.pos, view.kpos))
+        return step.once(f"mask {self.key} {view.key}", lambda: self._mask(step.pos, view.kpos))
 
     def _mask(self, qpos: Tensor, kpos: Tensor) -> Tensor:
         q, k = qpos[:, :, None], kpos[:, None, :]
@@ -265,20 +296,31 @@ class Projection(Spec):
         """(key width, value width) per head, as the kernel sees them."""
 
     @abstractmethod
-    def slots(self) -> dict[str, Slot]: ...
+    def slots(self) -> dict[str, Slot]:
+        """Token slots, kept for kernels that read past tokens. Empty: only kernels with a state of their own can follow."""
+
+    def states(self) -> dict[str, Slot]:
+        """State slots of the projection's own (a short convolution's last inputs), kept whatever the kernel."""
+        return {}
 
     @abstractmethod
     def build(self, width: int) -> ProjectionModule: ...
 
 
 class ProjectionModule(nn.Module):
-    """write: tokens to queries and new slots; read: queries and visible slots to operands; out: head outputs to the residual."""
+    """write: tokens to queries and new slots; read: queries and visible slots to operands; out: head outputs to the residual.
+
+    A projection with states overrides ``operands`` instead of ``read``.
+    """
 
     def write(self, x: Tensor, step: Step, position: PositionModule) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
 
     def read(self, q: Tensor, streams: Mapping[str, Tensor]) -> Operands:
         raise NotImplementedError
+
+    def operands(self, q: Tensor, view: View, step: Step, position: PositionModule) -> Operands:
+        return self.read(q, view.streams)
 
     def out(self, o: Tensor) -> Tensor:
         raise NotImplementedError
@@ -302,8 +344,9 @@ class Kernel(Spec):
 
     def refuses(self, ask: Ask) -> list[str]:
         """Reasons why this kernel cannot serve the layer; empty means that it can."""
-        lacking = self.needs - ask.provides
-        return [f"needs {', '.join(sorted(lacking))}, which the projection does not provide"] if lacking else []
+        lacking, idle = self.needs - ask.provides, ask.provides - self.needs
+        reasons = [f"needs {', '.join(sorted(lacking))}, which the projection does not provide"] if lacking else []
+        return reasons + ([f"has no use for {', '.join(sorted(idle))}, which the projection makes"] if idle else [])
 
     @abstractmethod
     def build(self, projection: Projection) -> nn.Module: ...
@@ -362,16 +405,29 @@ class Head(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CachePolicy(Spec):
-    """What is kept of past tokens. Built with (slots per layer, rows, dtype, device)."""
+    """What is kept of past tokens. Built with (slots per layer, rows, dtype, device); see components/cache/_ledger.py.
+
+    What a policy promises: exact, the same numbers as without a cache. chunk_invariant, any way of cutting a text into calls that
+    respects ``budget()`` gives the same numbers. rollback, tokens that ``commit`` does not keep leave no trace. graph_safe, a call
+    of one token a row changes no shape and asks the device nothing.
+    """
 
     family: ClassVar[str] = _declare("cache", "what is kept of past tokens")
+    exact: ClassVar[bool] = True
+    chunk_invariant: ClassVar[bool] = True
+    rollback: ClassVar[bool] = True
+    graph_safe: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, layers: list[dict[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device) -> Any: ...
 
+    def refuses(self, ask: Ask) -> list[str]:
+        """Reasons why this policy cannot serve a layer; empty means that it can."""
+        return []
+
     def bytes_per_token(self, slots: Mapping[str, Slot], element_bytes: int) -> int:
-        """Bytes that one more token takes in one layer."""
-        return sum(math.prod(s.shape) * element_bytes for s in slots.values() if s.kind == "token")
+        """Bytes that one more token takes in one layer for as long as it is kept."""
+        return sum(math.prod(s.shape) * (s.dtype.itemsize if s.dtype else element_bytes) for s in slots.values() if s.kind == "token")
 
 
 def attach(module: nn.Module, children: Mapping[str, Child]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.components.spec import TensorInfo
 
-MAPPED = 64 << 20  # bytes read through one mapping of a file before it is mapped anew, which returns the pages
+MAPPED = 16 << 20  # bytes read through one mapping of a file before it is mapped anew, which returns the pages
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
           "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # fmt: skip
 
@@ -41,7 +41,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor on the CPU, in memory of its own."""
+        """One tensor on the CPU. It may be a view of the mapped file: who keeps it copies it."""
 
     @property
     @abstractmethod
@@ -125,7 +125,7 @@ class SafetensorsFolder(Checkpoint):
         path = self._file[name]
         if self._open is None or self._open[0] != path or self._open[2] > MAPPED:
             self._open = (path, safe_open(str(path), "pt"), 0)
-        tensor = self._open[1].get_tensor(name).clone()  # the library's tensor is a view of the mapped file
+        tensor = self._open[1].get_tensor(name)
         self._open = (path, self._open[1], self._open[2] + tensor.nbytes)
         return tensor
 
@@ -185,7 +185,9 @@ class SafetensorsFolder(Checkpoint):
             raise CheckpointError(f"{self.reference}: {index.name} points outside the folder: {', '.join(odd)}")
         missing = [f for f in files if not (self.folder / f).is_file()]
         if missing:
-            raise CheckpointError(f"{self.reference}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}; download them")
+            raise CheckpointError(
+                f"{self.reference}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}; download them"
+            )
         return [self.folder / f for f in files]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +10,12 @@ import typer
 app = typer.Typer(help="Models composed of swappable parts, quantized and judged.", no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False)  # fmt: skip
 
-ModelArgument = Annotated[str, typer.Argument(help="A folder, a .gguf file, package:NAME/FILE, a hub id[@revision], a named model or a YAML file.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Edit the spec: path=value, e.g. layers.*.mixer.kernel=eager. Repeatable.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="A folder, a .gguf file, package:NAME/FILE, a hub id[@revision], a named model or a YAML file.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Edit the spec: path=value, e.g. layers.*.mixer.kernel=eager. Repeatable.")
+]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 

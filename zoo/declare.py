@@ -86,4 +86,3 @@ def build(model: str | Path | Mapping[str, Any] | ModelSpec, *edits: str, dtype:
 def parts(family: str | None = None) -> list[Part]:
     """Every registered part, of one family or of all. Raises RegistryError for an unknown family, with the nearest name."""
     return registry.parts(family)
-

@@ -93,6 +93,8 @@ def _words(spec: Spec) -> str:
     data = dump(spec)
     if isinstance(data, str):
         return data
-    inner = {k: v if isinstance(v, str) else v["name"] for k, v in data.items() if isinstance(v, dict) and "name" in v or isinstance(v, str)}
+    inner = {
+        k: v if isinstance(v, str) else v["name"] for k, v in data.items() if (isinstance(v, dict) and "name" in v) or isinstance(v, str)
+    }
     named = ", ".join(f"{k}: {v}" for k, v in inner.items() if k != "name")
     return f"{data['name']} ({named})" if named else data["name"]

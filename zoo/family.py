@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from zoo.components import registry
-from zoo.components.spec import Spec
+from zoo.components.contracts import CachePolicy, Kernel, Linear
+from zoo.components.spec import Spec, compact, diff, load, transform
 from zoo.model import ModelSpec
 from zoo.weights import Rule
 
@@ -30,11 +32,21 @@ class Family(Spec):
         """config.json -> spec. Raises KeyError for a field that must be there and ValueError for a value that is not supported."""
 
     @abstractmethod
+    def fields(self, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config fields that describe a spec; ``config`` shows in which spelling. May raise ValueError through ``expect``."""
+
     def write(self, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
         """spec -> config.json that transformers loads, over ``config``, whose other fields are kept.
 
-        Raises ValueError, listing the places, for a spec that the family's code cannot run.
+        Raises ValueError for a spec that the family's code cannot run: what is written is read back and must say the same.
         """
+        wanted = architecture(spec)
+        written = {**config, "architectures": [self.architecture], "model_type": self.name, **self.fields(wanted, config)}
+        rows = compact(diff(architecture(self.read(written)), wanted))
+        if rows:
+            lost = "; ".join(f"{path} is {have} where it can only say {says}" for path, says, have in rows)
+            raise ValueError(f"a {self.name} config cannot say all of this model: {lost}")
+        return written
 
     @abstractmethod
     def rules(self, spec: ModelSpec) -> list[Rule]:
@@ -42,6 +54,28 @@ class Family(Spec):
 
     def ignores(self, name: str) -> bool:
         return re.fullmatch(self.ignored, name) is not None
+
+
+P = TypeVar("P", bound=Spec)
+
+
+def expect(part: Spec, kind: type[P]) -> P:
+    """The part, if it is of the kind that a family's config can describe. Raises ValueError naming both."""
+    if not isinstance(part, kind):
+        raise ValueError(f"the config can only say {kind.family} {kind.name}, the model has {part.name}")
+    return part
+
+
+def architecture(spec: ModelSpec) -> ModelSpec:
+    """The spec without what is no part of the architecture: storages, kernels and the cache policy are the defaults."""
+    plain = transform(spec, _plain)
+    return dataclasses.replace(plain, cache=load(CachePolicy, "dense"))
+
+
+def _plain(spec: Spec) -> Spec:
+    if isinstance(spec, Linear):
+        return load(Linear, "dense")
+    return load(Kernel, "sdpa") if isinstance(spec, Kernel) else spec
 
 
 def family_for(config: Mapping[str, Any], reference: str) -> Family:

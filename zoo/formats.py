@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zoo.components.contracts import Linear
-from zoo.components.spec import Spec
+from zoo.components.spec import Spec, TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class Format(Spec):
     method: ClassVar[str] = ""
 
     @abstractmethod
-    def storage(self, config: Mapping[str, Any], module: str) -> Linear | None:
+    def storage(self, config: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Linear | None:
         """The storage part of one linear module, None where it is not quantized.
 
-        config: the quantization_config. module: its name on disk (``model.layers.0.mlp.down_proj``). Raises ValueError, naming the
-        field, for schemes that this format or our storage parts cannot hold.
+        config: the quantization_config. module: its name on disk (``model.layers.0.mlp.down_proj``). tensors: what is on disk below
+        that name. Raises ValueError, naming the field, for schemes that this format or our storage parts cannot hold.
         """
 
     @abstractmethod
@@ -40,11 +40,11 @@ class Format(Spec):
         """Names of the module's tensors on disk, below the module's name."""
 
     @abstractmethod
-    def decode(self, storage: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def decode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
         """Tensors on disk (keyed by disk_names) -> tensors of our module (keyed as its state dict). Raises ValueError on bad shapes."""
 
     @abstractmethod
-    def encode(self, storage: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
         """The inverse of decode, to the bit."""
 
     @abstractmethod

@@ -126,7 +126,9 @@ def _blocks(raw: list[tuple[str, tuple[int, ...], int, int]], start: int, header
             raise CheckpointError(f"{header.name}: tensor {name} {'appears twice' if name in blocks else f'has rows of {shape[-1]}'}")
         block = Block(shape, GGMLQuantizationType(kind), start + offset, count // elements * size)
         if block.offset + block.bytes > header.size:
-            raise CheckpointError(f"{header.name}: the file is cut short: tensor {name} ends at {block.offset + block.bytes} of {header.size}")
+            raise CheckpointError(
+                f"{header.name}: the file is cut short: tensor {name} ends at {block.offset + block.bytes} of {header.size}"
+            )
         blocks[name] = block
     return blocks
 

@@ -14,8 +14,8 @@ import torch
 
 from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from zoo.components import registry
-from zoo.components.contracts import Linear
-from zoo.components.spec import Spec, SpecError, check, override
+from zoo.components.contracts import Linear, StoredLinear
+from zoo.components.spec import Spec, SpecError, TensorInfo, check, override
 from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
@@ -83,7 +83,7 @@ def finish(model: Model, prefix: str) -> None:
     if model.embed.weight.device.type != "meta":
         model.tie()
     for name, module in model.named_modules():
-        if name.startswith(prefix) and hasattr(module, "prepare"):
+        if name.startswith(prefix) and isinstance(module, StoredLinear):
             module.prepare()
 
 
@@ -99,7 +99,7 @@ def read_spec(family: Family, checkpoint: Checkpoint, edits: Sequence[str] = ())
     format = None
     if quantization:
         format = format_for(quantization, checkpoint.reference)
-        spec = quantized_spec(spec, family, format, quantization)
+        spec = quantized_spec(spec, family, format, quantization, checkpoint)
     spec = override(spec, *edits)
     problems = check(spec)
     if problems:
@@ -118,14 +118,18 @@ def format_for(quantization: dict[str, Any], reference: str) -> Format:
     raise CheckpointError(f"{reference}: quant_method {method!r} is not supported; supported: {known}")
 
 
-def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any]) -> ModelSpec:
+def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any], checkpoint: Checkpoint) -> ModelSpec:
     """The spec with the storage that the quantization config gives each linear module."""
     names = linear_names(entries(spec, family.rules(spec)))
+    tensors: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in checkpoint.tensors().items():
+        module, _, leaf = name.rpartition(".")
+        tensors.setdefault(module, {})[leaf] = info
     tie = spec.head.tie()
     for path, _ in list(linears(spec)):
         if tie and path == f"head.{tie[0].removesuffix('.weight')}":
             continue
-        storage = format.storage(quantization, names[path])
+        storage = format.storage(quantization, names[path], tensors.get(names[path], {}))
         if storage is not None:
             spec = set_storage(spec, path, storage)
     return spec
@@ -178,7 +182,8 @@ def check_memory(spec: ModelSpec, dtype: torch.dtype, device: torch.device, refe
     need, have = weight_bytes(spec, dtype), available_bytes(device)
     if need > have:
         raise NotEnoughMemory(
-            f"{reference}: the weights take {need / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, {device} has {have / GIB:.2f} GiB free. "
+            f"{reference}: the weights take {need / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, "
+            f"{device} has {have / GIB:.2f} GiB free. "
             "Load with a smaller dtype (dtype='bfloat16'), a quantized checkpoint, or on another device"
         )
 

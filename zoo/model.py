@@ -6,7 +6,7 @@ Shapes: B batch, T new tokens, M model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from zoo.components.contracts import (
     Norm,
     Pattern,
     Position,
+    PositionModule,
     Projection,
+    ProjectionModule,
     Slot,
     Step,
     Wiring,
@@ -52,12 +54,20 @@ class MixerSpec(Spec):
 
     def slots(self) -> dict[str, Slot]:
         """What this layer keeps between calls."""
-        return (self.projection.slots() if self.kernel.history else {}) | self.kernel.states(self.projection)
+        kept = self.projection.slots() if self.kernel.history else {}
+        tokens = {n: replace(s, window=self.pattern.window) for n, s in kept.items()}
+        return tokens | self.projection.states() | self.kernel.states(self.projection)
+
+    @property
+    def ask(self) -> Ask:
+        """What this layer wants of a kernel and of a cache."""
+        return Ask(self.pattern, self.position.has_bias, self.projection.provides, *self.projection.widths)
 
     def problems(self, width: int, index: int) -> Iterator[tuple[str, str]]:
-        ask = Ask(self.pattern, self.position.has_bias, self.projection.provides, *self.projection.widths)
-        for reason in self.kernel.refuses(ask):
+        for reason in self.kernel.refuses(self.ask):
             yield "kernel", f"{self.kernel.name} {reason}"
+        if self.kernel.history and not self.projection.slots():
+            yield "kernel", f"{self.kernel.name} reads past tokens, of which projection {self.projection.name} keeps nothing"
 
     def build(self, width: int, index: int) -> Mixer:
         return Mixer(self, width, index)
@@ -65,6 +75,10 @@ class MixerSpec(Spec):
 
 class Mixer(nn.Module):
     """One attention layer of any kind."""
+
+    projection: ProjectionModule
+    position: PositionModule
+    kernel: nn.Module
 
     def __init__(self, spec: MixerSpec, width: int, index: int):
         super().__init__()
@@ -75,8 +89,10 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, step: Step, cache: Cache) -> Tensor:
         q, new = self.projection.write(x, step, self.position)
         view = cache.extend(self.index, new, step, self.slots)
-        a = self.projection.read(q, view.streams)
-        return self.projection.out(a.finish(self.kernel(a, view, step, self.pattern, self.position)))
+        pattern = view.narrow(self.pattern)
+        a = self.projection.operands(q, view, step, self.position)
+        view.observe(a, step, pattern, self.position)
+        return self.projection.out(a.finish(self.kernel(a, view, step, pattern, self.position)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +113,11 @@ class LayerSpec(Spec):
 
 
 class Layer(nn.Module):
+    """[B, T, M] -> [B, T, M]. Its norms have the names that the wiring wants."""
+
+    mixer: Mixer
+    mlp: nn.Module
+
     def __init__(self, spec: LayerSpec, width: int, index: int):
         super().__init__()
         self.wiring = spec.wiring
@@ -135,6 +156,9 @@ class ModelSpec(Spec):
             yield "width", f"must be at least 1, got {self.width}"
         if not self.layers:
             yield "layers", "a model has at least one layer"
+        for i, layer in enumerate(self.layers):
+            for reason in self.cache.refuses(layer.mixer.ask):
+                yield "cache", f"{self.cache.name} cannot serve layer {i}: it {reason}"
 
     def slots(self) -> list[dict[str, Slot]]:
         return [layer.mixer.slots() for layer in self.layers]
@@ -157,6 +181,11 @@ class Model(nn.Module):
     spec: what it is made of. config: the checkpoint's own config.json (empty for a model built from a spec). tokenizer: loaded
     when first used.
     """
+
+    embed: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Module
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -226,7 +255,7 @@ class Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype if getattr(self.norm, "weight", None) is not None else next(p for p in self.parameters() if p.is_floating_point()).dtype
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
     @property
     def device(self) -> torch.device:

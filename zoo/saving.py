@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.components import registry
-from zoo.components.contracts import Linear
-from zoo.components.spec import dump, transform
-from zoo.family import Family
+from zoo.components.contracts import Linear, StoredLinear
+from zoo.family import Family, architecture
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 from zoo.weights import Entry, entries, linear_names, linears
@@ -35,7 +33,9 @@ class Saved:
     transformers: str | None = field(default=None)
 
 
-def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors", shard_bytes: int = SHARD, overwrite: bool = False) -> Saved:
+def save(
+    model: Model, folder: str | Path, *, format: str = "compressed_tensors", shard_bytes: int = SHARD, overwrite: bool = False
+) -> Saved:
     """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
 
     format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``. Everything is
@@ -85,19 +85,20 @@ def format_of(spec: ModelSpec, name: str) -> Format | None:
 def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format: Format | None) -> tuple[dict[str, Any], str | None]:
     """config.json for a spec, and why transformers cannot run it (None where it can)."""
     kept = {k: v for k, v in config.items() if k not in ("quantization_config", "zoo_spec", "dtype", "torch_dtype")}
-    plain = transform(spec, _dense)
-    names = linear_names(entries(plain, family.rules(plain)))
-    tie = spec.head.tie()
-    storages = {names[p]: c.spec for p, c in linears(spec) if isinstance(c.spec, Linear) and not (tie and p == f"head.{tie[0].rpartition('.')[0]}")}
-    quantization = {"quantization_config": format.config(storages)} if format else {}
+    reason = None
     try:
-        return family.write(spec, kept) | quantization, None
+        written = family.write(spec, kept)
     except ValueError as e:
-        return kept | {"model_type": "zoo", "zoo_spec": dump(plain)} | quantization, str(e)
+        reason = str(e)
+        written = registry.get("family", "zoo").spec().write(architecture(spec), kept)  # type: ignore[attr-defined]
+    return written | ({"quantization_config": format.config(disk_storages(spec, family))} if format else {}), reason
 
 
-def _dense(spec: Any) -> Any:
-    return registry.get("linear", "dense").spec() if isinstance(spec, Linear) else spec
+def disk_storages(spec: ModelSpec, family: Family) -> dict[str, Linear]:
+    """Storage of every linear module that has a weight of its own, by name on disk."""
+    plain = architecture(spec)
+    names = linear_names(entries(plain, family.rules(plain)))
+    return {names[path]: child.spec for path, child in linears(spec) if path in names and isinstance(child.spec, Linear)}
 
 
 def write_shards(model: Model, table: list[Entry], folder: Path, shard_bytes: int) -> None:
@@ -130,17 +131,19 @@ def _write_shard(tensors: dict[str, Tensor], folder: Path, number: int) -> dict[
 def disk_tensors(model: Model, table: list[Entry]) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, tensor) for every entry, one entry at a time."""
     for entry in table:
-        tensors = entry.op.backward([stored(model, name) for name in entry.ours])
-        yield from zip(entry.theirs, tensors, strict=True)
+        yield from zip(entry.theirs, entry.op.backward(stored(model, entry.ours)), strict=True)
 
 
-def stored(model: Model, name: str) -> Tensor:
-    """A tensor of the model by name, packed modules in their canonical layout."""
-    owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
-    if hasattr(module, "canonical"):
-        return module.canonical()[leaf].detach()
-    return getattr(module, leaf).detach()
+def stored(model: Model, names: Sequence[str]) -> list[Tensor]:
+    """Tensors of the model by name, packed modules in their canonical layout."""
+    owners = {name: name.rpartition(".")[0] for name in names}
+    held = {owner: model.get_submodule(owner) for owner in set(owners.values())}
+    state = {owner: m.canonical() if isinstance(m, StoredLinear) else m for owner, m in held.items()}
+    return [_leaf(state[owner], name.rpartition(".")[2]).detach() for name, owner in owners.items()]
+
+
+def _leaf(state: Any, leaf: str) -> Tensor:
+    return state[leaf] if isinstance(state, dict) else getattr(state, leaf)
 
 
 def write_extras(model: Model, folder: Path) -> None:
@@ -165,4 +168,4 @@ def move_in(scratch: Path, folder: Path) -> None:
         if old.name not in new:
             old.unlink()
     for path in sorted(scratch.iterdir(), key=lambda p: p.name == "config.json"):  # config.json last: it makes the folder loadable
-        os.replace(path, folder / path.name)
+        path.replace(folder / path.name)

@@ -63,8 +63,9 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
     if tie:
         have.pop(f"head.{tie[0]}", None)
     packed = {path: child for path, child in linears(spec) if child.spec.name != "dense"}
-    kept = [e for e in plain if e.ours[0] in have]
-    return kept + [_packed_entry(path, child, names, format) for path, child in packed.items() for names in [linear_names(plain)]]
+    names = linear_names(plain)
+    kept = [e for e in plain if e.ours[0] in have and e.ours[0].rpartition(".")[0] not in packed]
+    return kept + [_packed_entry(path, child, names, format) for path, child in packed.items()]
 
 
 def linears(spec: Spec, *at: object, path: str = "") -> Iterator[tuple[str, Child]]:
@@ -88,16 +89,16 @@ def _packed_entry(path: str, child: Child, names: dict[str, str], format: Format
     assert isinstance(storage, Linear)
     if format is None:
         raise CheckpointError(f"{path} is stored as {storage.name}, which needs a quantized checkpoint format")
-    *_, bias = child.at
+    inputs, outputs, bias = child.at
     theirs = format.disk_names(storage, bool(bias))
     ours = list(storage.own_tensors(*child.at))
 
     def decode(tensors: Tensors) -> Tensors:
-        found = format.decode(storage, dict(zip(theirs, tensors, strict=True)))
+        found = format.decode(storage, dict(zip(theirs, tensors, strict=True)), inputs, outputs)
         return [found[n] for n in ours]
 
     def encode(tensors: Tensors) -> Tensors:
-        found = format.encode(storage, dict(zip(ours, tensors, strict=True)))
+        found = format.encode(storage, dict(zip(ours, tensors, strict=True)), inputs, outputs)
         return [found[n] for n in theirs]
 
     return Entry(tuple(f"{names[path]}.{n}" for n in theirs), tuple(f"{path}.{n}" for n in ours), Op(decode, encode))
@@ -144,7 +145,7 @@ def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, devic
     if slot.shape != tensor.shape:
         raise CheckpointError(f"{where}: shape {list(tensor.shape)}, but the model's {name} is {list(slot.shape)}")
     kind = dtype if old is not None else slot.dtype
-    tensor = tensor.to(device=device, dtype=kind)
+    tensor = tensor.to(device=device, dtype=kind, copy=True)  # one copy straight from the mapped file to its place
     if leaf in module._parameters:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:

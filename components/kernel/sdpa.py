@@ -32,12 +32,12 @@ class SDPAKernel(nn.Module):
         keep = pattern.mask(step, view)
         mask = keep if bias is None else bias.masked_fill(~keep, float("-inf"))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
-        blind = step.once(f"blind {pattern.key} {tuple(view.kpos.shape)}", lambda: ~keep.any(-1))  # [B, 1, T]
+        blind = step.once(f"blind {pattern.key} {view.key}", lambda: ~keep.any(-1))  # [B, 1, T]
         return o.transpose(1, 2).masked_fill(blind.transpose(1, 2)[..., None], 0.0)
 
 
 def plain(step: Step, view: View, pattern: Pattern) -> str | None:
-    """"causal" or "full" where that is all the mask says and the host knows it, else None."""
+    """ "causal" or "full" where that is all the mask says and the host knows it, else None."""
     seen = view.kpos.shape[1]
     if step.start is None or not view.aligned or (pattern.window is not None and pattern.window < seen):
         return None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zoo.components.contracts import Linear
+from zoo.components.contracts import Linear, StoredLinear
 from zoo.components.numerics import integer
 from zoo.components.numerics.integer import Grid
 from zoo.components.ops.packed_matmul import Form, Layout, PackedMatmul, choose
@@ -57,19 +57,13 @@ class PackedInt(Linear):
     def build(self, inputs: int, outputs: int, bias: bool) -> PackedLinear:
         return PackedLinear(self, inputs, outputs, bias)
 
-    def from_codes(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None) -> PackedLinear:
-        """The module for a quantized weight: codes [outputs, inputs] uint8, scale and zero (uint8) [outputs, groups]."""
-        outputs, inputs = codes.shape
-        with torch.device("meta"):
-            module = self.build(inputs, outputs, bias is not None)
+    def encode(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Layout:
+        """The tensors of a quantized weight: codes [outputs, inputs] uint8, scale and zero (uint8) [outputs, groups]."""
         held = {"packed": integer.pack(codes, self.bits), "scale": scale}
-        module.hold(held if self.symmetric else held | {"zero": integer.pack_rows(zero, self.bits)})
-        if bias is not None:
-            module.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return module
+        return held if self.symmetric else held | {"zero": integer.pack_rows(zero, self.bits)}
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(StoredLinear):
     """[..., inputs] -> [..., outputs].
 
     One layout is held at a time: the canonical one after building and loading, that of the chosen product after ``prepare``. The
@@ -113,7 +107,6 @@ class PackedLinear(nn.Module):
             self._change(choose(self.spec.matmul, self.form, device))
 
     def hold(self, canonical: Layout) -> None:
-        """Take these tensors, without the bias, in place of those held."""
         self._keep(canonical)
         self.matmul = CANONICAL
         self.prepare()

@@ -11,8 +11,9 @@ from zoo.components.contracts import Pattern
 from zoo.components.registry import part
 
 
-@part(Pattern, "window", source="Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825, section 2",
-      example={"size": 4})
+@part(
+    Pattern, "window", source="Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825, section 2", example={"size": 4}
+)
 @dataclass(frozen=True, kw_only=True)
 class Window(Pattern):
     """A token sees itself and the ``size - 1`` tokens before it, as Hugging Face counts ``sliding_window``."""

@@ -13,8 +13,12 @@ from zoo.components.registry import part
 from zoo.components.spec import Child, default
 
 
-@part(Projection, "gqa", source="Ainslie et al. 2023, arXiv:2305.13245; MQA: Shazeer 2019, arXiv:1911.02150",
-      example={"heads": 4, "kv_heads": 2, "head_dim": 8})
+@part(
+    Projection,
+    "gqa",
+    source="Ainslie et al. 2023, arXiv:2305.13245; MQA: Shazeer 2019, arXiv:1911.02150",
+    example={"heads": 4, "kv_heads": 2, "head_dim": 8},
+)
 @dataclass(frozen=True, kw_only=True)
 class GroupedQuery(Projection):
     """Queries of ``heads`` heads share ``kv_heads`` key/value heads: MHA where equal, MQA with one.
@@ -66,7 +70,10 @@ class GroupedQuery(Projection):
         if self.qk_norm is None:
             return linears
         flat = self.qk_norm_at == "flat"
-        norms = {"q_norm": Child(self.qk_norm, (q if flat else self.head_dim,)), "k_norm": Child(self.qk_norm, (kv if flat else self.head_dim,))}
+        norms = {
+            "q_norm": Child(self.qk_norm, (q if flat else self.head_dim,)),
+            "k_norm": Child(self.qk_norm, (kv if flat else self.head_dim,)),
+        }
         return linears | norms
 
     def build(self, width: int) -> ProjectionModule:

@@ -11,8 +11,12 @@ from zoo.components.contracts import RopeScaling
 from zoo.components.registry import part
 
 
-@part(RopeScaling, "dynamic_ntk", source="emozilla 2023 (dynamic NTK), as in transformers rope type 'dynamic'",
-      example={"factor": 2.0, "context": 8})
+@part(
+    RopeScaling,
+    "dynamic_ntk",
+    source="emozilla 2023 (dynamic NTK), as in transformers rope type 'dynamic'",
+    example={"factor": 2.0, "context": 8},
+)
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(RopeScaling):
     """The base grows once a row is longer than ``context``; each row follows its own length.

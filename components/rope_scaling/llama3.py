@@ -13,8 +13,12 @@ from zoo.components.ops.rotary import frequencies
 from zoo.components.registry import part
 
 
-@part(RopeScaling, "llama3", source="Llama 3.1 model code (apply_scaling), as in transformers rope type 'llama3'",
-      example={"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "context": 8})
+@part(
+    RopeScaling,
+    "llama3",
+    source="Llama 3.1 model code (apply_scaling), as in transformers rope type 'llama3'",
+    example={"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "context": 8},
+)
 @dataclass(frozen=True, kw_only=True)
 class Llama3(RopeScaling):
     """Long wavelengths are divided by ``factor``, short ones kept, those between are blended.

@@ -13,8 +13,12 @@ from zoo.components.ops.rotary import correction, frequencies
 from zoo.components.registry import part
 
 
-@part(RopeScaling, "yarn", source="Peng et al. 2023, arXiv:2309.00071, section 3.4; mscales: DeepSeek-V2, arXiv:2405.04434",
-      example={"factor": 4.0, "context": 8})
+@part(
+    RopeScaling,
+    "yarn",
+    source="Peng et al. 2023, arXiv:2309.00071, section 3.4; mscales: DeepSeek-V2, arXiv:2405.04434",
+    example={"factor": 4.0, "context": 8},
+)
 @dataclass(frozen=True, kw_only=True)
 class Yarn(RopeScaling):
     """Fast channels keep their frequency, slow ones are divided by ``factor``, with a ramp between; cos and sin are scaled.

@@ -161,7 +161,9 @@ def test_low_precision_is_near_float64(projection: Part, position: Part, pattern
 
 @torch.no_grad()
 def test_a_query_that_sees_nothing_gives_zero(kernel: Part) -> None:
-    parts = {f: next(p for p in zoo.parts(f) if p.name == n) for f, n in (("projection", "gqa"), ("position", "rope"), ("pattern", "causal"))}
+    parts = {
+        f: next(p for p in zoo.parts(f) if p.name == n) for f, n in (("projection", "gqa"), ("position", "rope"), ("pattern", "causal"))
+    }
     mix = mixer(parts["projection"], parts["position"], parts["pattern"], kernel)
     got = mix(inputs(2), Step.of(torch.full((2, T), -1)), NoCache())
     assert (got == 0).all()

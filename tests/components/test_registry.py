@@ -100,5 +100,7 @@ def test_an_entry_point_may_not_take_a_name(plugin: Path) -> None:
     (plugin / "entry_points.txt").write_text("[zoo.parts]\npattern.causal = their_parts\n")
     importlib.invalidate_caches()
     registry._entry_points.cache_clear()
-    with pytest.raises(RegistryError, match=r"pattern 'causal' is defined twice: by zoo\.components\.pattern\.causal and by the entry point their_parts"):
+    with pytest.raises(
+        RegistryError, match=r"pattern 'causal' is defined twice: by zoo\.components\.pattern\.causal and by the entry point their_parts"
+    ):
         registry.names("pattern")

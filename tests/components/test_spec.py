@@ -66,7 +66,9 @@ def test_integers_are_strict(value: str, tiny: ModelSpec) -> None:
 
 
 def test_semantic_mistakes_carry_their_place(tiny: ModelSpec) -> None:
-    wrong = override(tiny, "layers.1.mixer.projection.kv_heads=3", "layers.2.mixer.position.width=9", "layers.3.mixer.pattern={name: window, size: 0}")
+    wrong = override(
+        tiny, "layers.1.mixer.projection.kv_heads=3", "layers.2.mixer.position.width=9", "layers.3.mixer.pattern={name: window, size: 0}"
+    )
     assert check(wrong) == [
         "layers.1.mixer.projection.kv_heads: heads (4) must be a multiple of kv_heads (3)",
         "layers.2.mixer.position.width: rope turns an even number of at most 8 channels, got 9",
@@ -83,7 +85,8 @@ def test_naming_a_part_drops_the_old_fields_and_a_leaf_keeps_the_rest(tiny: Mode
 
 
 @pytest.mark.parametrize(("path", "hit"), [
-    ("layers.*", [0, 1, 2, 3]), ("layers.2", [2]), ("layers.-1", [3]), ("layers.1::2", [1, 3]), ("layers.:2", [0, 1]), ("layers.[0,3]", [0, 3]),
+    ("layers.*", [0, 1, 2, 3]), ("layers.2", [2]), ("layers.-1", [3]), ("layers.1::2", [1, 3]), ("layers.:2", [0, 1]),
+    ("layers.[0,3]", [0, 3]),
     ("layers.::-1", [0, 1, 2, 3]), ("l*.[-1]", [3]),
 ])  # fmt: skip
 def test_paths(path: str, hit: list[int], tiny: ModelSpec) -> None:
@@ -108,7 +111,7 @@ def test_override_errors(edit: str, message: str, tiny: ModelSpec) -> None:
 def test_dump_leaves_out_defaults_and_folds_runs(tiny: ModelSpec) -> None:
     edited = override(tiny, "layers.1::2.mixer.pattern={name: window, size: 4}")
     layers = dump(edited)["layers"]
-    assert layers[0]["repeat"] == 2 and len(layers[0]["of"]) == 2
+    assert (layers[0]["repeat"], len(layers[0]["of"])) == (2, 2)
     assert "kernel" not in layers[0]["of"][0]["mixer"]
     assert load(ModelSpec, dump(edited)) == edited
 

@@ -80,7 +80,7 @@ def test_missing_config_field(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["hidden_size"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="config.json has no hidden_size"):
+    with pytest.raises(CheckpointError, match=r"config\.json has no hidden_size"):
         zoo.load(folder)
 
 
@@ -123,7 +123,9 @@ def test_wrong_shape_names_both_shapes(folder: Path) -> None:
 
 
 def test_missing_and_unexpected_tensors_are_all_named(folder: Path) -> None:
-    edit_tensors(folder, model__norm__weight=None, lm_head__weight=None, model__layers__0__self_attn__q_proj__bias=torch.ones(32), odd=torch.ones(1))
+    edit_tensors(
+        folder, model__norm__weight=None, lm_head__weight=None, model__layers__0__self_attn__q_proj__bias=torch.ones(32), odd=torch.ones(1)
+    )
     with pytest.raises(CheckpointError) as e:
         zoo.load(folder)
     for name in ("2 missing", "model.norm.weight", "lm_head.weight", "2 unexpected", "q_proj.bias", "odd"):
@@ -154,7 +156,7 @@ def test_tied_model_stays_tied_and_is_counted_once(tmp_path: Path) -> None:
 def test_not_enough_memory_is_said_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "available_bytes", lambda device: 1000)
     monkeypatch.setattr(loading, "fill", lambda *a: pytest.fail("weights were read"))
-    with pytest.raises(loading.NotEnoughMemory, match="GiB free.*dtype"):
+    with pytest.raises(loading.NotEnoughMemory, match=r"GiB free.*dtype"):
         zoo.load(folder)
 
 

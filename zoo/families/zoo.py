@@ -24,8 +24,8 @@ class Zoo(Family):
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
         return load(ModelSpec, config["zoo_spec"])
 
-    def write(self, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {**config, "model_type": self.name, "zoo_spec": dump(spec)}
+    def fields(self, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"zoo_spec": dump(spec)}
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
         family = registry.get("family", spec.checkpoint).spec()

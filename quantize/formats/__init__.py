@@ -1,0 +1,1 @@
+"""Disk formats of quantized weights, one a file."""

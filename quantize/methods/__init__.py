@@ -1,0 +1,1 @@
+"""Quantization methods, one a file: pure functions of a weight and its input statistics."""

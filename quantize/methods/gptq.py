@@ -1,0 +1,129 @@
+"""GPTQ: round input by input, and let the inputs still to come make good the error.
+
+Shape legend: N outputs, K inputs, G groups. Inside, weights are transposed, [K, N], so that one input's weights are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.components.numerics import integer
+from zoo.components.registry import part
+from zoo.quantize.contracts import IntegerQuantizer, Quantized, Quantizer
+from zoo.quantize.methods.rtn import RTN
+from zoo.quantize.stats.hessian import Hessian
+
+BLOCK = 128  # inputs rounded before the rest of the matrix is updated (section 3.3, step 2)
+LADDER = (0.01, 0.05, 0.1, 0.5, 1.0)  # dampings that are tried in turn where the matrix cannot be factored
+
+
+@part(Quantizer, "gptq", source="Frantar et al. 2022, arXiv:2210.17323")
+@dataclass(frozen=True, kw_only=True)
+class GPTQ(IntegerQuantizer):
+    """Round input by input, correcting the inputs not yet rounded by the inverse Hessian of the calibration data.
+
+    damping: added to the Hessian's diagonal, as a share of its mean. act_order: inputs of large activations first, with scales fitted
+    before (so that groups stay runs of neighbours and nothing more is stored). A matrix that cannot be factored is damped more, up to
+    1.0, in float32 then float64; where all fail, or no token was seen, the module is rounded to nearest, and its row says so.
+    """
+
+    calibrated = True
+
+    damping: float = 0.01
+    act_order: bool = False
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not 0 < self.damping <= LADDER[-1]:
+            yield "damping", f"must be above 0 and at most {LADDER[-1]}, got {self.damping}"
+
+    def quantize(self, weight: Tensor, hessian: Hessian | None) -> Quantized:
+        if hessian is None or not hessian.tokens:
+            return self._fallback(weight, "no tokens")
+        matrix = hessian.matrix
+        weight = weight.to(matrix.dtype)
+        dead = matrix.diagonal() == 0  # inputs that were always 0: their weights do not matter and must not widen the scales
+        matrix.diagonal()[dead] = 1
+        weight = weight.masked_fill(dead, 0)
+        order = matrix.diagonal().argsort(descending=True, stable=True) if self.act_order else torch.arange(len(matrix))
+        factor, facts = inverse_factor(matrix[order][:, order], self.damping)
+        if factor is None:
+            return self._fallback(weight, "not factored")
+        codes, scale, zero = self._round(weight, factor, order)
+        return Quantized(self.storage.encode(codes, scale, zero), facts)
+
+    def _fallback(self, weight: Tensor, why: str) -> Quantized:
+        plain = RTN(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_search=self.scale_search)
+        return Quantized(plain.quantize(weight, None).tensors, {"fallback": f"rtn: {why}"})
+
+    def _round(self, weight: Tensor, factor: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes [N, K], scale and zero [N, G] for a weight [N, K] in its own order."""
+        grid = self.storage.grid
+        groups = Groups(self, weight)
+        left = weight.t()[order].contiguous()
+        codes = torch.empty_like(left, dtype=torch.uint8)
+        for start, stop in blocks(len(left), None if groups.fixed else grid.group_size):
+            error = torch.empty_like(left[start:stop])
+            for i in range(start, stop):
+                scale, zero = groups.at(int(order[i]), left[i:])
+                levels = (left[i] / scale).round_().clamp_(-zero, grid.top - zero)
+                codes[i] = (levels + zero).to(torch.uint8)
+                error[i - start] = (left[i] - levels * scale) / factor[i, i]
+                left[i + 1 : stop].addr_(factor[i, i + 1 : stop], error[i - start], alpha=-1)
+            left[stop:].addmm_(factor[start:stop, stop:].t(), error, alpha=-1)
+        return torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous(), groups.scale, groups.zero
+
+
+class Groups:
+    """The grids of a weight's groups: fitted to the original weight, or each when the rounding arrives at it.
+
+    fixed: fitted before. scale and zero: [N, G] as they are stored.
+    """
+
+    def __init__(self, spec: GPTQ, weight: Tensor):
+        self.spec, self.grid = spec, spec.storage.grid
+        self.size = self.grid.group_size or weight.shape[1]
+        self.fixed = spec.act_order or self.grid.group_size is None
+        self.scale, self.zero = spec.fit(weight, self.grid)
+
+    def at(self, i: int, left: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero [N] for input i. left [.., N]: the weights from this input on, corrected so far."""
+        group, first = i // self.size, i % self.size == 0
+        if first and not self.fixed:
+            scale, zero = self.spec.fit(left[: self.size].t(), self.grid)
+            self.scale[:, group], self.zero[:, group] = scale[:, 0], zero[:, 0]
+        return self.scale[:, group].to(left.dtype), self.zero[:, group].to(left.dtype)
+
+
+def blocks(inputs: int, group: int | None) -> Iterator[tuple[int, int]]:
+    """Runs of about BLOCK inputs that hold whole groups: a group is fitted on weights that are corrected in full."""
+    size = BLOCK if group is None else max(BLOCK // group, 1) * group
+    for start in range(0, inputs, size):
+        yield start, min(start + size, inputs)
+
+
+def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, dict[str, float]]:
+    """The upper Cholesky factor of the inverse of the damped matrix, [K, K], and the damping that it took.
+
+    None where no damping of the ladder gives a finite factor.
+    """
+    mean = matrix.diagonal().mean()
+    for share in (damping, *(step for step in LADDER if step > damping)):
+        for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+            damped = matrix.to(dtype, copy=True)
+            damped.diagonal().add_(share * mean)
+            factor = _inverse_factor(damped)
+            if factor is not None:
+                return factor.to(matrix.dtype), {"damping": share}
+    return None, {}
+
+
+def _inverse_factor(matrix: Tensor) -> Tensor | None:
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if failed:
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return upper if not failed and upper.isfinite().all() else None
