@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.components.contracts import StoredLinear
 from zoo.model import Model
 
 STATUS = Path("/proc/self/status")
@@ -22,7 +23,7 @@ RESET = Path("/proc/self/clear_refs")  # writing 5 sets the kernel's record of t
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """bytes: every parameter and buffer once, tied ones too. components: bytes by place, layers summed (``layers.mixer``).
-    linear_bits: see bits_per_weight. all_bits: bits a weight over everything. cache_bytes_per_token: of one row, all layers.
+    linear_bits: see bits_per_weight. all_bits: bytes in memory over all weights, in bits. cache_bytes_per_token: of one row, all layers.
     """
 
     bytes: int
@@ -44,13 +45,15 @@ def memory(model: Model) -> Memory:
 
 
 def bits_per_weight(model: Model) -> float | None:
-    """Bits a weight of the linear modules inside the layers, the ones that quantizers work on, with scales and all else that they
-    hold; biases count neither as bits nor as weights. None where there are none.
+    """Bits a weight of the linear modules inside the layers, the ones that quantizers work on, as they are saved, with scales and
+    all else that belongs to them; biases count neither as bits nor as weights. None where there are none.
+
+    In memory a module may take more, where its product wants another layout; ``Memory.bytes`` counts that.
     """
     linears = list(_linears(model.layers))
     weights = sum(m.inputs * m.outputs for m in linears)
-    held = sum(t.nbytes for m in linears for name, t in _held(m) if name != "bias")
-    return 8 * held / weights if weights else None
+    saved = sum(t.nbytes for m in linears for name, t in _saved(m).items() if name != "bias")
+    return 8 * saved / weights if weights else None
 
 
 def disk_bytes(path: str | Path) -> int:
@@ -64,6 +67,10 @@ def disk_bytes(path: str | Path) -> int:
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _saved(linear: nn.Module) -> dict[str, Tensor]:
+    return linear.canonical() if isinstance(linear, StoredLinear) else dict(_held(linear))
 
 
 def _component(name: str) -> str:

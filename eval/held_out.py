@@ -4,7 +4,8 @@ Figures of different protocols differ by more than most quantization methods do 
 5.12 with 4096, about 8.8 by word), so a figure carries its protocol and comparing across protocols is an error. Published ones:
 
 * ``perplexity(model, pages, context=2048)``: joined by blank lines, windows without overlap (GPTQ, AWQ, OmniQuant, QuIP#);
-* ``perplexity(model, pages, joining=None, bos="text", context=n + 1, stride=n, unit="word")``: lm-eval's word perplexity, max_length n.
+* ``perplexity(model, pages, joining=None, bos="text", context=n + 1, stride=n, unit="word")``: by word, as lm-eval does with max_length n
+  (there the last, shorter window of a page begins earlier and so has a longer context).
 """
 
 from __future__ import annotations

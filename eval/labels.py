@@ -11,15 +11,17 @@ DISTANCES = (1.0, 1.8, 3.0, 4.5, 6.5)  # times the clearance
 ROUNDS = 4
 
 
-def place(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], frame: Box, clear: float) -> list[Box]:
+def place(anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], frame: Box, clear: float,
+          obstacles: Sequence[Box] = ()) -> list[Box]:  # fmt: skip
     """A box for the label of each anchor: as near as can be without overlap, inside the frame.
 
     sizes: width and height of each label. clear: distance kept from the anchor's centre, half of it kept by other labels.
+    obstacles: what labels had better not cover.
     """
     marks = [_box(x, y, clear, clear) for x, y in anchors]
     placed: list[Box] = []
     for i in [*range(len(anchors)), *list(range(len(anchors))) * (ROUNDS - 1)]:
-        others = [b for j, b in enumerate(placed) if j != i] + [m for j, m in enumerate(marks) if j != i]
+        others = [b for j, b in enumerate(placed) if j != i] + [m for j, m in enumerate(marks) if j != i] + list(obstacles)
         best = min(_candidates(anchors[i], sizes[i], clear), key=lambda c: _cost(c[0], others, frame, sizes[i]) + c[1])[0]
         placed[i : i + 1] = [best]
     return placed

@@ -20,9 +20,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from zoo.eval.scoring import continuations
-from zoo.generate import generate
+from zoo.generate import GREEDY, complete
 from zoo.loading import load
 from zoo.model import Model
+from zoo.sampling import Sampling
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 GENERATED = 256  # tokens, where a task says nothing; lm-eval's own default
-SAMPLING = {"temperature", "top_k", "top_p"}  # what tasks may say about sampling; the rest is an error
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # what tasks may ask for; the rest is an error
 
 
 class ZooLM(TemplateLM):
@@ -131,13 +132,13 @@ class ZooLM(TemplateLM):
         answers = [""] * len(asked)
         with tqdm(total=len(asked), desc="Running generate_until requests", disable=disable_tqdm) as bar:
             for batch in batches:
-                for i, text in zip(batch, self._generate([prompts[i] for i in batch], asked[batch[0]][1]), strict=True):
+                for i, text in zip(batch, self._generate([prompts[i] for i in batch], batch, asked[batch[0]][1]), strict=True):
                     answers[i] = text
                     self.cache_hook.add_partial("generate_until", asked[i], text)
                 bar.update(len(batch))
         return answers
 
-    def _generate(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> list[str]:
+    def _generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], settings: dict[str, Any]) -> list[str]:
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, GENERATED))
         stop = handle_stop_sequences(options.pop("until"), eos=self.tokenizer.decode(self.eot_token_id))
         new, sample = options.pop("max_gen_toks"), options.pop("do_sample")
@@ -148,9 +149,9 @@ class ZooLM(TemplateLM):
             raise ValueError(f"the task generates {new} tokens, max_length {self.max_length} leaves no room for its prompt")
         if cut := sum(len(p) > room for p in prompts):
             logger.warning("%d prompts were cut on the left to %d tokens to fit max_length %d.", cut, room, self.max_length)
-        sampling = options if sample else {"temperature": 0.0}
-        texts = generate(self.model, [p[-room:] for p in prompts], max_new_tokens=new, stop=stop, **sampling)
-        return [postprocess_generated_text(text, stop, None) for text in texts]
+        sampling = Sampling(seed=seeds, **options) if sample else GREEDY
+        done = complete(self.model, [p[-room:] for p in prompts], max_new_tokens=new, sampling=sampling, stop=[s for s in stop if s])
+        return [postprocess_generated_text(self.tokenizer.decode(c.ids, skip_special_tokens=True), stop, None) for c in done]
 
 
 register_model("zoo")(ZooLM)

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.eval.changes import mean_accuracy, mean_change, perplexity_change
-from zoo.eval.labels import place
+from zoo.eval.labels import Box, place
 from zoo.eval.results import Results, Variant
 
 INK, MUTED, GRID, FRONT, BASE = "#1c2733", "#8a97a6", "#e6eaef", "#0b7a75", "#c2571a"
 PANEL = (5.8, 4.3)  # inches
 DPI = 160
-WIDE = 10  # an axis whose values span more than this factor is logarithmic
+WIDE = 5  # an axis whose values span more than this factor is logarithmic
 CLEAR = 7.0  # points between a marker's centre and its label
 FAR = 1.5  # times that: labels further away get a line to their point
 TEXT = {"fontsize": 8.5, "color": INK, "zorder": 4}
+MARK = {"markersize": 7, "capsize": 2.5, "elinewidth": 1.1, "markeredgecolor": "white", "markeredgewidth": 0.9}
+LEADER = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 4}
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,18 @@ QUALITIES = (
 def _draw(found: Sequence[Panel], baseline: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = min(2, len(found))
     rows = math.ceil(len(found) / columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), dpi=DPI, layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), dpi=DPI, layout=layout, facecolor="white")
     canvas = FigureCanvasAgg(figure)
     drawn = [(figure.add_subplot(rows, columns, i + 1), panel) for i, panel in enumerate(found)]
     for axes, panel in drawn:
         _draw_axes(axes, panel)
         _draw_points(axes, panel, baseline)
+    _draw_legend(figure)
     canvas.draw()  # the layout is fixed only now, and labels are placed in pixels
     figure.set_layout_engine("none")
     for axes, panel in drawn:
@@ -133,42 +138,76 @@ def _draw(found: Sequence[Panel], baseline: str) -> bytes:
 
 
 def _draw_axes(axes: Any, panel: Panel) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
     sides = (("x", panel.x, [p.x for p in panel.points]), ("y", panel.y, [p.y for p in panel.points]))
-    for side, axis, values in sides:
-        wide = min(values) > 0 and max(values) > WIDE * min(values)
-        label = f"{axis.label}   ({'lower' if axis.less else 'higher'} is better)"
-        axes.set(**{f"{side}label": label, f"{side}scale": "log" if wide else "linear"})
+    for side, quantity, values in sides:
+        axis = getattr(axes, f"{side}axis")
+        axes.set(**{f"{side}label": f"{quantity.label}   ({'lower' if quantity.less else 'higher'} is better)"})
+        if min(values) > 0 and max(values) > WIDE * min(values):
+            axes.set(**{f"{side}scale": "log"})
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(ScalarFormatter())
+        axis.label.set(color=INK, fontsize=10)
     axes.margins(0.14, 0.16)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
-    axes.tick_params(which="both", colors=INK, labelsize=9)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set(color=INK, fontsize=10)
+    axes.tick_params(colors=INK, labelsize=9)
 
 
 def _draw_points(axes: Any, panel: Panel, baseline: str) -> None:
     best = front(panel)
-    if len(best) > 1:
-        where = "post" if panel.x.less else "pre"
-        axes.step([p.x for p in best], [p.y for p in best], where=where, color=FRONT, alpha=0.45, linewidth=1.6, zorder=2)
+    corners = _corners(panel)
+    axes.plot([x for x, _ in corners], [y for _, y in corners], color=FRONT, alpha=0.4, linewidth=1.6, zorder=2)
     for p in panel.points:
         color = BASE if p.name == baseline else FRONT if p in best else MUTED
-        axes.errorbar(p.x, p.y, yerr=p.error or None, color=color, fmt="D" if p.name == baseline else "o", markersize=7, capsize=2.5,
-                      elinewidth=1.1, markeredgecolor="white", markeredgewidth=0.9, zorder=3)  # fmt: skip
+        axes.errorbar(p.x, p.y, yerr=p.error or None, fmt="D" if p.name == baseline else "o", color=color, zorder=3, **MARK)
+
+
+def _corners(panel: Panel) -> list[tuple[float, float]]:
+    """The front as a staircase: between two of its points the one that is better in x holds on."""
+    best = front(panel)
+    path = [(best[0].x, best[0].y)]
+    for before, after in itertools.pairwise(best):
+        path += [(after.x, before.y) if panel.x.less else (before.x, after.y), (after.x, after.y)]
+    return path
+
+
+def _draw_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    kinds = (
+        ("baseline", "D", BASE),
+        ("on the front: nothing else is better on both axes", "o", FRONT),
+        ("beaten on both axes", "o", MUTED),
+    )
+    handles = [Line2D([], [], linestyle="none", marker=marker, markersize=7, color=color, label=text) for text, marker, color in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize=9, labelcolor=INK)
 
 
 def _draw_names(axes: Any, panel: Panel, renderer: Any) -> None:
     """The variants' names, with a line to the point where a name had to move away."""
     clear = renderer.points_to_pixels(CLEAR)
+    frame = axes.get_window_extent(renderer).extents
     anchors = [tuple(axes.transData.transform((p.x, p.y))) for p in panel.points]
     sizes = [_text_size(axes, p.name, renderer) for p in panel.points]
-    for p, anchor, box in zip(panel.points, anchors, place(anchors, sizes, axes.get_window_extent(renderer).extents, clear), strict=True):
+    boxes = place(anchors, sizes, frame, clear, list(_obstacles(axes, panel, 0.4 * clear)))
+    for p, anchor, box in zip(panel.points, anchors, boxes, strict=True):
         middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
         gap = math.hypot(*(max(box[k] - anchor[k], anchor[k] - box[k + 2], 0) for k in (0, 1)))
-        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 4} if gap > FAR * clear else None
+        line = LEADER if gap > FAR * clear else None
         axes.annotate(p.name, (p.x, p.y), middle, textcoords="figure pixels", ha="center", va="center", arrowprops=line, **TEXT)
+
+
+def _obstacles(axes: Any, panel: Panel, half: float) -> Iterator[Box]:
+    """The front's steps and the error bars in pixels, each as a thin box."""
+    bars = [((p.x, p.y - p.error), (p.x, p.y + p.error)) for p in panel.points if p.error]
+    for a, b in [*itertools.pairwise(_corners(panel)), *bars]:
+        (x0, y0), (x1, y1) = axes.transData.transform([a, b])
+        yield min(x0, x1) - half, min(y0, y1) - half, max(x0, x1) + half, max(y0, y1) + half
 
 
 def _text_size(axes: Any, text: str, renderer: Any) -> tuple[float, float]:

@@ -81,7 +81,7 @@ def _columns(results: Results) -> Iterator[Column]:
     def column(title: str, about: str, cell: Callable[[Variant], Cell]) -> Column:
         return Column(title, about, tuple(cell(v) for v in results.variants))
 
-    yield column("Bits / weight", "of the matrices in the layers, scales included", lambda v: _bits(v.bits_per_weight))
+    yield column("Bits / weight", "matrices in the layers as saved, with scales", lambda v: _bits(v.bits_per_weight))
     yield column("Weights", "all parameters and buffers in memory", lambda v: _size(v.bytes, base.bytes))
     yield column("On disk", "all files of the saved model", lambda v: _size(v.disk_bytes, base.disk_bytes))
     yield column("Perplexity", "lower is better", lambda v: _perplexity(v, base))
@@ -152,7 +152,7 @@ def _changed(text: str, value: float, change: Change, style: _Style, better: int
     """A figure with its difference; ``better`` is the sign of an improvement."""
     if change.refused:
         return Cell(text, value, note=f"not compared: {change.refused}")
-    shown = f"{style.scale * change.value:+{style.form}}"
+    shown = f"{style.scale * change.value:+{style.form}}".replace("-", "−")
     sign = change.sign()
     if sign is None or change.stderr is None:
         return Cell(text, value, shown + style.unit, change.how)

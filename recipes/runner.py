@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 
-from zoo import __version__
 from zoo.components.spec import dump, load
 from zoo.eval.environment import describe_environment
 from zoo.eval.results import Results, Variant, check_results, save_results, write_atomic
@@ -56,7 +55,7 @@ def key(recipe: Recipe, index: int) -> str:
         "variant": dump(variant),
         "baseline": dump(recipe.variants[0]) if index else None,
         "model": [reference, _fingerprint(reference)],
-        "rest": [recipe.dtype, recipe.device, dump(recipe.calibration), dump(recipe.measure), __version__],
+        "rest": [recipe.dtype, recipe.device, dump(recipe.calibration), dump(recipe.measure), describe_environment()["zoo"]],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def run_variant(recipe: Recipe, index: int, out: Path) -> Variant:
             c = recipe.calibration
             report = quantize(model, wanted.quantizer, calibration=c.text and Path(c.text), samples=c.samples, length=c.length,
                               seed=c.seed, rules=wanted.rules, work_dir=out / "work" / wanted.label)  # fmt: skip
-            rows = report.rows
+            rows = [dataclasses.asdict(row) for row in report.rows]
     baseline = read_spec(recipe.variants[0].model or recipe.model, *recipe.variants[0].override)
     figures = measure(model, recipe.measure, clock, out / "models" / wanted.label)
     return variant(wanted.label, spec=model.spec, baseline=baseline if index else None, modules=rows, seconds=clock.seconds, **figures)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 registry.declare("family", "zoo.families", "how a checkpoint's config and names map to a spec")
+registry.declare("packed_matmul", "zoo.components.ops.packed_matmul", "how weights of few bits are held in memory and multiplied")
 registry.declare("quantizer", "zoo.quantize.methods", "how weights are rounded to few bits")
 registry.declare("format", "zoo.quantize.formats", "how quantized weights lie on disk")
 

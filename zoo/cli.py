@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -84,6 +86,125 @@ def diff_models(a: ModelArgument, b: ModelArgument) -> None:
     for path, left, right in rows:
         table.add_row(path, *("-" if v is None else str(v) for v in (left, right)))
     console().print(table)
+
+
+@app.command()
+def generate(model: ModelArgument, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
+             top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, seed: int = 0,
+             stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
+             chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+             set: SetOption = None, dtype: DtypeOption = "auto", device: DeviceOption = "cpu") -> None:  # fmt: skip
+    """Continue a prompt, printing the text as it comes."""
+    from zoo.generate import stream
+    from zoo.loading import load
+
+    loaded = load(model, dtype=dtype, device=device, override=set or ())
+    asked = [{"role": "user", "content": prompt}] if chat else prompt
+    for piece in stream(loaded, asked, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                        repetition_penalty=repetition_penalty, seed=seed, stop=stop or ()):  # fmt: skip
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command("quantize")
+def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(help="rtn, gptq, ... (zoo list quantizer)")],
+                   out: Annotated[Path, typer.Option(help="Where to write the quantized model.")], bits: int = 4,
+                   group_size: Annotated[int, typer.Option(help="Weights that share a scale; 0 for one scale per channel.")] = 64,
+                   option: Annotated[list[str] | None, typer.Option(help="A further option of the method: name=value. Repeatable.")] = None,
+                   rule: Annotated[list[str] | None, typer.Option(help="glob=keep or glob={bits: 8}. Repeatable, later ones win.")] = None,
+                   text: Annotated[Path | None, typer.Option(help="Calibration text; Python's documentation by default.")] = None,
+                   samples: int = 64, length: int = 512, seed: int = 0, set: SetOption = None, dtype: DtypeOption = "auto",
+                   device: DeviceOption = "cpu", overwrite: bool = False) -> None:  # fmt: skip
+    """Quantize a model layer by layer and write it as compressed-tensors; a killed run continues when started again."""
+    import yaml
+
+    from zoo.loading import load
+    from zoo.quantize import quantize, verify
+    from zoo.saving import save
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
+        raise FileExistsError(f"{out} is not empty; choose another folder or pass --overwrite")
+    work = out.with_name(f"{out.name}.work")
+    options = {k: yaml.safe_load(v) for k, _, v in (o.partition("=") for o in option or ())}
+    loaded = load(model, dtype=dtype, device=device, override=set or (), lazy=True)
+    report = quantize(loaded, method, bits=bits, group_size=group_size or None, calibration=text, samples=samples, length=length, seed=seed,
+                      rules=rule or (), work_dir=work, **options)  # fmt: skip
+    console().print(report.table())
+    saved = save(loaded, out, overwrite=overwrite)
+    (out / "quantization_report.json").write_text(report.to_json(), encoding="utf-8")
+    found = verify(loaded, out)
+    shutil.rmtree(work)
+    console().print(f"wrote {saved.folder}: {saved.bytes:,} bytes; read back: {found.tensors} tensors and the logits are equal")
+
+
+@app.command("eval")
+def evaluate_model(model: ModelArgument, task: Annotated[list[str] | None, typer.Option(help="An lm-eval task. Repeatable.")] = None,
+                   limit: Annotated[int | None, typer.Option(help="Documents of each task.")] = None, shots: int | None = None,
+                   ppl: Annotated[bool, typer.Option("--perplexity/--no-perplexity")] = True,
+                   text: Annotated[Path | None, typer.Option(help="Text for perplexity; Python's documentation by default.")] = None,
+                   context: int | None = None, stride: int | None = None, batch_size: int = 8,
+                   data: Annotated[Path | None, typer.Option(help="Folder of tasks that read local files.")] = None,
+                   chat: bool = False, set: SetOption = None, dtype: DtypeOption = "auto", device: DeviceOption = "cpu",
+                   json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None) -> None:  # fmt: skip
+    """Measure perplexity and lm-eval tasks."""
+    from zoo.eval import evaluate, memory, perplexity, save_results
+    from zoo.eval.environment import describe_environment
+    from zoo.eval.report import print_table
+    from zoo.eval.results import Results, variant
+    from zoo.loading import load
+
+    loaded = load(model, dtype=dtype, device=device, override=set or ())
+    scored = perplexity(loaded, text, context=context, stride=stride) if ppl else None
+    tasks = (
+        evaluate(loaded, task, limit=limit, num_fewshot=shots, batch_size=batch_size, data_folder=data, chat_template=chat)
+        if task
+        else None
+    )
+    row = variant(model, perplexity=scored, evaluation=tasks, memory=memory(loaded), spec=loaded.spec)
+    results = Results(environment=describe_environment(), variants=[row])
+    print_table(results, console())
+    if json_out:
+        save_results(results, json_out)
+
+
+@app.command()
+def bench(model: Annotated[list[str], typer.Argument(help="One or more models; the first is the baseline of the ratios.")],
+          prompt_tokens: int = 512, new_tokens: int = 64, batch_size: Annotated[list[int] | None, typer.Option()] = None, repeats: int = 3,
+          set: SetOption = None, dtype: DtypeOption = "auto", device: DeviceOption = "cpu") -> None:  # fmt: skip
+    """Measure time to first token, prefill and decode speed; several models in turns in one process."""
+    from rich.table import Table
+
+    from zoo.eval import compare_speed
+    from zoo.loading import load
+
+    loaded = {m: load(m, dtype=dtype, device=device, override=set or ()) for m in model}
+    found = compare_speed(loaded, prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch_sizes=batch_size or [1], repeats=repeats)
+    ratio = {(r.name, r.batch_size): r for r in found.ratios}
+    table = Table("model", "batch", "first token s", "prefill tok/s", "decode tok/s", "prefill x", "decode x", show_edge=False)
+    for name, speeds in found.speeds.items():
+        for s in speeds:
+            r = ratio.get((name, s.batch_size))
+            times = [f"{x.median:.2f}" if x else "-" for x in (r and r.prefill, r and r.decode)]
+            table.add_row(name, str(s.batch_size), f"{s.time_to_first_token_s.median:.3f}", f"{s.prefill_tokens_per_s.median:.1f}",
+                          f"{s.decode_tokens_per_s.median:.2f}", *times)  # fmt: skip
+    console().print(table)
+
+
+@app.command("run")
+def run_recipe(recipe: Annotated[str, typer.Argument(help="A recipe file, or a built-in one by name.")],
+               out: Annotated[Path, typer.Option(help="Folder for results.json, report.html and pareto.png.")],
+               only: Annotated[list[str] | None, typer.Option(help="Only these variants, beside the baseline. Repeatable.")] = None,
+               set: Annotated[list[str] | None, typer.Option("--set", help="Edit the recipe: path=value. Repeatable.")] = None,
+               fresh: Annotated[bool, typer.Option(help="Run finished variants again.")] = False) -> None:  # fmt: skip
+    """Run a recipe: quantize and measure every variant, write the report; a killed run continues when started again."""
+    from zoo.recipes.recipe import read_recipe
+    from zoo.recipes.runner import run, with_only
+
+    wanted = read_recipe(recipe, *(set or ()))
+    results = run(with_only(wanted, only) if only else wanted, out, console=console(), fresh=fresh)
+    if any(v.error for v in results.variants):
+        raise typer.Exit(1)
 
 
 def console() -> Any:

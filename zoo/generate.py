@@ -18,6 +18,7 @@ from zoo.sampling import Sampling
 
 GREEDY = Sampling()
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+Kind = Literal["text", "ids", "conversation"]
 CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with: enough to hold the tokens of one character
 
 
@@ -113,7 +114,7 @@ class _Asked:
     """Prompts of one kind. text: answer with text. many: answer with a list."""
 
     items: list[Any]
-    kind: Literal["text", "ids", "conversation"]
+    kind: Kind
     many: bool
 
     @property
@@ -140,13 +141,13 @@ def _sort(prompt: Any) -> _Asked:
         prompt = prompt.tolist()
     many = isinstance(prompt, Sequence) and not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], (str, Sequence)))
     items = list(prompt) if many else [prompt]
-    kinds = {_kind(item) for item in items}
-    if len(kinds) > 1:
-        raise ValueError(f"the prompts must be of one kind, these are {', '.join(sorted(kinds))}")
-    return _Asked(items, kinds.pop() if kinds else "text", many)
+    kinds: list[Kind] = [_kind(item) for item in items]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"the prompts must be of one kind, these are {', '.join(sorted(set(kinds)))}")
+    return _Asked(items, kinds[0] if kinds else "text", many)
 
 
-def _kind(item: Any) -> Literal["text", "ids", "conversation"]:
+def _kind(item: Any) -> Kind:
     if isinstance(item, str):
         return "text"
     if isinstance(item, Sequence) and item and all(isinstance(x, Mapping) and "role" in x for x in item):
@@ -256,7 +257,7 @@ def _steps(model: Model, job: _Job) -> Iterator[None]:
     logits = _prefill(model, [row.prompt for row in rows], cache)
     while True:
         picked = _pick(job.sampling, rows, logits)
-        chances = logits.gather(1, picked[:, None])[:, 0].float() - logits.float().logsumexp(-1)
+        chances = logits.float().log_softmax(-1).gather(1, picked[:, None])[:, 0]
         for row, token, chance in zip(rows, picked.tolist(), chances.tolist(), strict=True):
             row.add(token, chance, job)
         yield

@@ -14,7 +14,7 @@ import torch
 
 from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from zoo.components import registry
-from zoo.components.contracts import Linear, StoredLinear
+from zoo.components.contracts import Linear, Prepared
 from zoo.components.spec import Spec, SpecError, TensorInfo, check, override
 from zoo.family import Family, family_for
 from zoo.formats import Format
@@ -83,7 +83,7 @@ def finish(model: Model, prefix: str) -> None:
     if model.embed.weight.device.type != "meta":
         model.tie()
     for name, module in model.named_modules():
-        if name.startswith(prefix) and isinstance(module, StoredLinear):
+        if name.startswith(prefix) and isinstance(module, Prepared):
             module.prepare()
 
 

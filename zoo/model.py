@@ -19,8 +19,8 @@ from zoo.components.contracts import (
     CachePolicy,
     Embed,
     Head,
+    HeadModule,
     Kernel,
-    NoCache,
     Norm,
     Pattern,
     Position,
@@ -49,7 +49,7 @@ class MixerSpec(Spec):
             "projection": Child(self.projection, (width,)),
             "position": Child(self.position, (self.projection.rotary_width, self.projection.heads)),
             "pattern": Child(self.pattern),
-            "kernel": Child(self.kernel, (self.projection,)),
+            "kernel": Child(self.kernel.at_layer(index), (self.projection,)),
         }
 
     def slots(self) -> dict[str, Slot]:
@@ -61,7 +61,8 @@ class MixerSpec(Spec):
     @property
     def ask(self) -> Ask:
         """What this layer wants of a kernel and of a cache."""
-        return Ask(self.pattern, self.position.has_bias, self.projection.provides, *self.projection.widths)
+        facts = (self.projection.provides, *self.projection.widths, self.kernel.whole_rows)
+        return Ask(self.pattern, self.position.has_bias, *facts)
 
     def problems(self, width: int, index: int) -> Iterator[tuple[str, str]]:
         for reason in self.kernel.refuses(self.ask):
@@ -91,6 +92,7 @@ class Mixer(nn.Module):
         view = cache.extend(self.index, new, step, self.slots)
         pattern = view.narrow(self.pattern)
         a = self.projection.operands(q, view, step, self.position)
+        a.q = self.position.temper(a.q, step)
         view.observe(a, step, pattern, self.position)
         return self.projection.out(a.finish(self.kernel(a, view, step, pattern, self.position)))
 
@@ -106,7 +108,12 @@ class LayerSpec(Spec):
 
     def children(self, width: int, index: int) -> dict[str, Child]:
         norms = {n: Child(self.norm, (width,)) for n in self.wiring.norms}
-        return {"mixer": Child(self.mixer, (width, index)), "mlp": Child(self.mlp, (width,)), **norms}
+        inside = {"mixer": Child(self.mixer, (width, index)), "mlp": Child(self.mlp, (width,))}
+        return inside | norms | self.wiring.children(width)
+
+    def problems(self, width: int, index: int) -> Iterator[tuple[str, str]]:
+        if self.mixer.pattern.causal and not self.mlp.causal:
+            yield "mlp", f"{self.mlp.name} lets a token see later ones, which pattern {self.mixer.pattern.name} hides"
 
     def build(self, width: int, index: int) -> Layer:
         return Layer(self, width, index)
@@ -120,11 +127,25 @@ class Layer(nn.Module):
 
     def __init__(self, spec: LayerSpec, width: int, index: int):
         super().__init__()
-        self.wiring = spec.wiring
+        self.wiring, self.sees_padding = spec.wiring, spec.mlp.sees_padding
         attach(self, spec.children(width, index))
 
     def forward(self, x: Tensor, step: Step, cache: Cache) -> Tensor:
-        return self.wiring.run(self, x, step, cache)
+        layer = _ToldOfPadding(self, step) if self.sees_padding else self
+        return self.wiring.run(layer, x, step, cache)
+
+
+class _ToldOfPadding:
+    """A layer as its wiring sees it, whose MLP is called with the tokens' validity, so that wirings need not know of it."""
+
+    def __init__(self, layer: Layer, step: Step):
+        self._layer, self._valid = layer, step.valid if step.start is None else None
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self._layer.mlp(x, self._valid)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +177,7 @@ class ModelSpec(Spec):
             yield "width", f"must be at least 1, got {self.width}"
         if not self.layers:
             yield "layers", "a model has at least one layer"
+        yield from ((f"cache.{where}", why) for where, why in self.cache.problems())
         for i, layer in enumerate(self.layers):
             for reason in self.cache.refuses(layer.mixer.ask):
                 yield "cache", f"{self.cache.name} cannot serve layer {i}: it {reason}"
@@ -165,7 +187,7 @@ class ModelSpec(Spec):
 
     def cache_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes that one more token of one row takes, all layers together."""
-        return sum(self.cache.bytes_per_token(s, element_bytes) for s in self.slots())
+        return self.cache.total_bytes_per_token(self.slots(), element_bytes)
 
     def parameters(self) -> dict[str, TensorInfo]:
         """Every stored tensor by name, without building anything."""
@@ -185,7 +207,7 @@ class Model(nn.Module):
     embed: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
-    head: nn.Module
+    head: HeadModule
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -213,41 +235,43 @@ class Model(nn.Module):
         Logits of padding are meaningless. Raises ValueError for ids that are not [B, T] int64 or outside the vocabulary.
         """
         step = self.step(ids, lengths, positions, cache)
-        x = self.hidden(ids, step, NoCache() if cache is None else cache)
+        x = self.hidden(ids, step, self.spec.cache.without() if cache is None else cache)
         if cache is not None:
             cache.commit()
+        x = self.head.pool(x, step)
+        if last and x.dim() == 2:
+            raise ValueError(f"last asks for the last token's output, but head {self.spec.head.name} gives one output a row; leave it out")
         return self.head(x[:, -1:] if last else x)
 
     def hidden(self, ids: Tensor, step: Step, cache: Cache) -> Tensor:
         """ids [B, T] -> final normed hidden states [B, T, M]. A cache keeps the tokens as pending until ``commit``."""
-        x = self.embed(ids)
+        x = self.embed(ids, step)
         for layer in self.layers:
             x = layer(x, step, cache)
         return self.norm(x)
 
     def step(self, ids: Tensor, lengths: Any = None, positions: Tensor | None = None, cache: Any | None = None) -> Step:
         """Check the inputs of one call and work out its positions."""
-        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input ids must be [batch, tokens] int64, got {list(ids.shape)} {ids.dtype}")
-        vocab = getattr(self.spec.embed, "vocab", None)
-        if vocab and ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            raise ValueError(f"input ids must lie in 0..{vocab - 1}, got {int(ids.min())}..{int(ids.max())}")
-        rows, width = ids.shape
+        step = self._place(*self.spec.embed.size(ids), ids.device, lengths, positions, cache)
+        step.axes = self.spec.embed.axes(ids)
+        return step
+
+    def _place(self, rows: int, width: int, device: torch.device, lengths: Any, positions: Tensor | None, cache: Any | None) -> Step:
         if positions is not None:
-            if positions.shape != ids.shape:
-                raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {list(ids.shape)}")
-            return Step.of(positions.to(ids.device))
+            if positions.shape != (rows, width):
+                raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {[rows, width]}")
+            return Step.of(positions.to(device))
         past = [0] * rows if cache is None else cache.length
         if len(past) != rows:
             raise ValueError(f"the cache has {len(past)} rows, the input {rows}")
         if lengths is None and len(set(past)) <= 1:
-            return Step.plain(past[0] if past else 0, rows, width, ids.device)
+            return Step.plain(past[0] if past else 0, rows, width, device)
         count = torch.full((rows,), width) if lengths is None else torch.as_tensor(lengths)
         if count.shape != (rows,) or int(count.min()) < 0 or int(count.max()) > width:
             raise ValueError(f"lengths must be {rows} numbers in 0..{width}, got {count.tolist()}")
         column = torch.arange(width)[None]
         pos = torch.where(column < count[:, None], column + torch.tensor(past)[:, None], -1)
-        return Step.of(pos.to(ids.device))
+        return Step.of(pos.to(device))
 
     def new_cache(self, rows: int) -> Any:
         """An empty cache of the spec's policy for ``rows`` rows."""

@@ -18,7 +18,7 @@ from zoo.components.contracts import Linear, StoredLinear
 from zoo.family import Family, architecture
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
-from zoo.weights import Entry, entries, linear_names, linears
+from zoo.weights import Entry, entries, linear_names, linears, written_out
 
 SHARD = 5_000_000_000  # bytes
 
@@ -95,10 +95,9 @@ def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format:
 
 
 def disk_storages(spec: ModelSpec, family: Family) -> dict[str, Linear]:
-    """Storage of every linear module that has a weight of its own, by name on disk."""
-    plain = architecture(spec)
-    names = linear_names(entries(plain, family.rules(plain)))
-    return {names[path]: child.spec for path, child in linears(spec) if path in names and isinstance(child.spec, Linear)}
+    """Storage of every linear module, a tied head included, by name on disk."""
+    names = linear_names(written_out(spec, family.rules(spec)))
+    return {names.get(path, path): child.spec for path, child in linears(spec) if isinstance(child.spec, Linear)}
 
 
 def write_shards(model: Model, table: list[Entry], folder: Path, shard_bytes: int) -> None:

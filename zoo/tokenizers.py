@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.checkpoint import CheckpointError
-from zoo.components.registry import nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +51,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     read = _Metadata(metadata)
     kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
     if read.model not in kinds:
-        raise CheckpointError(f"tokenizer.ggml.model {read.model!r} is not supported{nearest(read.model, kinds)}")
+        raise CheckpointError(f"tokenizer.ggml.model {read.model!r} is not supported; supported: {', '.join(kinds)}")
     backend, adds_bos = kinds[read.model](read)
     backend.add_special_tokens(read.added(UNKNOWN, CONTROL))
     backend.add_tokens(read.added(USER_DEFINED))
@@ -109,7 +108,7 @@ def _byte_level(read: _Metadata) -> tuple[Tokenizer, bool]:
 
     name = str(read.need("pre"))
     if name not in PRE_TOKENIZERS:
-        raise CheckpointError(f"tokenizer.ggml.pre {name!r} is not known{nearest(name, PRE_TOKENIZERS)}")
+        raise CheckpointError(f"tokenizer.ggml.pre {name!r} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}")
     pre = PRE_TOKENIZERS[name]
     merges = [_pair(merge) for merge in read.need("merges")]
     backend = Tokenizer(models.BPE(vocab=read.vocab, merges=merges, ignore_merges=pre.whole_words))
@@ -178,6 +177,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
 _LLAMA3 = rf"{_SUFFIX}|{_EDGE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
 _QWEN2 = rf"{_SUFFIX}|{_EDGE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
+_QWEN35 = rf"{_SUFFIX}|{_EDGE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}"
 _TEKKEN = rf"{_EDGE}{_UPPER}*{_LOWER}+|{_EDGE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 _GPT4O = rf"{_EDGE}{_UPPER}*{_LOWER}+{_SUFFIX}?|{_EDGE}{_UPPER}+{_LOWER}*{_SUFFIX}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 _DEEPSEEK3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _LINES
@@ -193,6 +193,7 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _LLAMA3_WHOLE),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
     "qwen2": PreTokenizer((_QWEN2,), composed=True),
+    "qwen35": PreTokenizer((_QWEN35,), composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), PreTokenizer((_QWEN2,))),
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),

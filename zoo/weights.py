@@ -55,17 +55,28 @@ class Entry:
 
 
 def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None) -> list[Entry]:
-    """The rules written out for a spec: only tensors that it has, packed linear modules in the layout of ``format``."""
-    plain = [Entry(tuple(n.format(l=l) for n in r.theirs), tuple(n.format(l=l) for n in r.ours), r.op)
-             for r in rules for l in (range(len(spec.layers)) if "{l}" in r.ours[0] else [0])]  # fmt: skip
+    """The rules written out for a spec: only tensors that it has, packed linear modules in the layout of ``format``.
+
+    Tensors that no rule names, those of parts that the family does not know, keep the names that they have in the model.
+    """
+    plain = written_out(spec, rules)
     have = spec.tensors()
     tie = spec.head.tie()
     if tie:
         have.pop(f"head.{tie[0]}", None)
     packed = {path: child for path, child in linears(spec) if child.spec.name != "dense"}
-    names = linear_names(plain)
-    kept = [e for e in plain if e.ours[0] in have and e.ours[0].rpartition(".")[0] not in packed]
+    names = {path: path for path in packed} | linear_names(plain)
+    ruled = {n for e in plain for n in e.ours}
+    own = [Entry((n,), (n,)) for n in have if n not in ruled]
+    kept = [e for e in plain + own if e.ours[0] in have and e.ours[0].rpartition(".")[0] not in packed]
     return kept + [_packed_entry(path, child, names, format) for path, child in packed.items()]
+
+
+def written_out(spec: ModelSpec, rules: Iterable[Rule]) -> list[Entry]:
+    """Every rule for every layer, whether or not the spec has the tensors."""
+    layers = range(len(spec.layers))
+    return [Entry(tuple(n.format(l=l) for n in r.theirs), tuple(n.format(l=l) for n in r.ours), r.op)
+            for r in rules for l in (layers if "{l}" in r.ours[0] else [0])]  # fmt: skip
 
 
 def linears(spec: Spec, *at: object, path: str = "") -> Iterator[tuple[str, Child]]:
@@ -127,12 +138,13 @@ def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint,
 
 def fill(model: Model, table: Sequence[Entry], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
     """Read the entries below ``prefix`` into a model (whose tensors there may be on the meta device), one entry at a time."""
+    kinds = {n: getattr(torch, t.dtype) for n, t in model.spec.tensors().items() if t.dtype}
     for entry in table:
         if not any(n.startswith(prefix) for n in entry.ours):
             continue
         tensors = entry.op.forward([checkpoint.read(n) for n in entry.theirs])
         for name, tensor in zip(entry.ours, tensors, strict=True):
-            place(model, name, tensor, dtype, device, where=f"{checkpoint.reference}: {', '.join(entry.theirs)}")
+            place(model, name, tensor, kinds.get(name, dtype), device, where=f"{checkpoint.reference}: {', '.join(entry.theirs)}")
 
 
 def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, where: str) -> None:

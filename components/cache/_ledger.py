@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ UNLIMITED = 2**31 - 1
 class Store(Protocol):
     """Where the tokens of a group of layers lie. All layers of a group hold the same tokens."""
 
+    layers: frozenset[int]
+    count: list[int]  # tokens that each row holds, tentative ones included
     kpos: Tensor  # [rows, visible] positions of what the layers of this call look at, -1 where there is nothing
     aligned: bool  # kpos[b, j] == j in every row
 
@@ -33,7 +35,7 @@ class Store(Protocol):
         ...
 
     def drop(self, counts: Sequence[int]) -> None:
-        """Forget the last ``counts`` tokens of each row."""
+        """Forget the last ``counts`` tokens of each row. A call that was open is over, and what only it needed is let go."""
         ...
 
     def reserve(self, columns: int) -> bool:
@@ -42,10 +44,6 @@ class Store(Protocol):
 
     def rows(self, at: Sequence[int]) -> Self:
         """A store whose row i holds what row at[i] holds here."""
-        ...
-
-    def held(self) -> list[int]:
-        """Tokens that each row holds."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
@@ -57,23 +55,27 @@ class Store(Protocol):
         ...
 
 
-class TokenCache:
-    """Rows of tokens that grow call by call. stores: where they lie. group_of: the store of each layer that keeps tokens.
+S = TypeVar("S", bound=Store)
+
+
+class TokenCache(Generic[S]):
+    """Rows of tokens that grow call by call. stores: where they lie, one for each group of layers.
 
     ``extend`` adds tokens that are tentative until ``commit`` says how many stay. ``length`` is known to the host. floor: the
     shortest length that each row can be cut back to, apart from 0.
     """
 
-    def __init__(self, layers: Sequence[Mapping[str, Slot]], rows: int, device: torch.device):
-        self.layers, self.device = layers, device
+    def __init__(self, layers: Sequence[Mapping[str, Slot]], stores: Sequence[S], rows: int, device: torch.device):
+        self.stores, self.device = list(stores), device
+        self.group_of = {layer: group for group, store in enumerate(stores) for layer in store.layers}
         self.length = [0] * rows
         self.pending = [0] * rows
         self.floor = [0] * rows
-        self.stores: list[Store] = []
-        self.group_of: dict[int, int] = {}
         self.states = [self._zeros(slots) for slots in layers]
         self._new_states: list[dict[str, Tensor]] = [{} for _ in layers]
         self._step: Step | None = None
+        self.reads: dict[int, int] = {}
+        self._shown: dict[int, dict[str, Tensor]] = {}  # what the layers that others read were shown in this call
 
     # ---- layer side
 
@@ -82,23 +84,40 @@ class TokenCache:
         if step is not self._step:
             self._open(step)
         put = lambda name, state: self._put(layer, name, state)  # noqa: E731
-        group = self.group_of.get(layer)
+        group = self.group_of.get(self.reads.get(layer, layer))
         if group is None:
             return View(dict(new), step.pos, dict(self.states[layer]), step.start == 0, put, group=-1)
         store = self.stores[group]
-        streams = {**new, **store.write(layer, new)}
+        streams = {**new, **self._streams(layer, store, new)}
         return View(streams, store.kpos, dict(self.states[layer]), store.aligned, put, group)
+
+    def _streams(self, layer: int, store: S, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if layer in self.reads:
+            return self._shown[self.reads[layer]]
+        streams = store.write(layer, new)
+        if layer in self._shown:
+            self._shown[layer] = streams
+        return streams
+
+    def share(self, reads: Mapping[int, int]) -> None:
+        """Let layers see the tokens of earlier ones, by number, instead of tokens of their own."""
+        self.reads, self._shown = dict(reads), {source: {} for source in reads.values()}
 
     def _open(self, step: Step) -> None:
         """Find room for a call's tokens, once for all layers."""
-        if any(self.pending):
-            raise RuntimeError("the cache holds tokens of an earlier call that were not committed; call commit() first")
-        if step.pos.shape[0] != len(self.length):
-            raise ValueError(f"the cache has {len(self.length)} rows, the call {step.pos.shape[0]}")
+        self._check_call(step, any(self.pending))
         counts = [step.pos.shape[1]] * len(self.length) if step.start is not None else step.valid.sum(1).tolist()
         for store in self.stores:
             store.open(step, counts)
         self.pending, self._step = counts, step
+
+    def _check_call(self, step: Step, tentative: bool) -> None:
+        if tentative:
+            raise RuntimeError("the cache holds tokens of an earlier call that were not committed; call commit() first")
+        if step.pos.shape[0] != len(self.length):
+            raise ValueError(f"the cache has {len(self.length)} rows, the call {step.pos.shape[0]}")
+        if step.segment is not None:
+            raise ValueError("a cache keeps one document a row; unpack the documents, or run packed rows without a cache")
 
     def _put(self, layer: int, name: str, new: Tensor) -> None:
         self._new_states[layer][name] = new.detach()
@@ -107,7 +126,7 @@ class TokenCache:
 
     def reserve(self, columns: int) -> bool:
         """Make room for ``columns`` tokens a row, so that no call has to; False where there is not that much."""
-        return all([store.reserve(columns) for store in self.stores])
+        return min((store.reserve(columns) for store in self.stores), default=True)
 
     def budget(self) -> list[int]:
         """Tokens that each row may take in one call before what a single token would have seen differs from what these see."""
@@ -122,9 +141,10 @@ class TokenCache:
         if len(kept) != len(self.pending) or any(k > p or k < 0 for k, p in zip(kept, self.pending, strict=True)):
             raise ValueError(f"commit(keep={kept}): the last call added {self.pending} tokens")
         self._commit_states(kept)
-        self._drop([p - k for p, k in zip(self.pending, kept, strict=True)])
+        for store in self.stores:
+            store.drop([p - k for p, k in zip(self.pending, kept, strict=True)])
         self.length = [n + k for n, k in zip(self.length, kept, strict=True)]
-        self.pending, self._step = [0] * len(kept), None
+        self.pending, self._step, self._shown = [0] * len(kept), None, {source: {} for source in self._shown}
         self._settle(kept)
 
     def trim(self, length: Sequence[int]) -> None:
@@ -132,9 +152,8 @@ class TokenCache:
         if any(self.pending):
             self.commit([0] * len(self.pending))
         self._check_trim(list(length))
-        held = [min(store_held) for store_held in zip(*(s.held() for s in self.stores), strict=True)] or self.length
-        gone = [h if n == 0 else old - n for n, old, h in zip(length, self.length, held, strict=True)]
-        self._drop(gone)
+        for store in self.stores:
+            store.drop([c if n == 0 else old - n for n, old, c in zip(length, self.length, store.count, strict=True)])
         for row, n in enumerate(length):
             if n == 0:
                 self._reset(row)
@@ -150,7 +169,7 @@ class TokenCache:
         new.pending, new._step = [0] * len(rows), None
         new.stores = [store.rows(rows) for store in self.stores]
         new.states = [{n: x[at] for n, x in layer.items()} for layer in self.states]
-        new._new_states = [{} for _ in self.layers]
+        new._new_states = [{} for _ in self.states]
         return new
 
     def bytes(self) -> int:
@@ -177,11 +196,6 @@ class TokenCache:
 
     # ---- inside
 
-    def _drop(self, counts: Sequence[int]) -> None:
-        if any(counts):
-            for store in self.stores:
-                store.drop(counts)
-
     def _commit_states(self, kept: Sequence[int]) -> None:
         if not any(self._new_states):
             return
@@ -195,8 +209,11 @@ class TokenCache:
         mask = None if all(adopt) else torch.tensor(adopt, device=self.device)
         for old, new in zip(self.states, self._new_states, strict=True):
             for name, x in new.items():
-                old[name] = x if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, old[name])
+                self._adopt(old, name, x if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, old[name]))
             new.clear()
+
+    def _adopt(self, states: dict[str, Tensor], name: str, new: Tensor) -> None:
+        states[name] = new
 
     def _check_trim(self, length: list[int]) -> None:
         if len(length) != len(self.length) or any(n > old or n < 0 for n, old in zip(length, self.length, strict=True)):

@@ -30,7 +30,7 @@ class SDPAKernel(nn.Module):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=fact == "causal", scale=scale, enable_gqa=k.shape[1] != q.shape[1])
             return o.transpose(1, 2)
         keep = pattern.mask(step, view)
-        mask = keep if bias is None else bias.masked_fill(~keep, float("-inf"))
+        mask = keep if bias is None else bias.to(q.dtype).masked_fill(~keep, float("-inf"))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
         blind = step.once(f"blind {pattern.key} {view.key}", lambda: ~keep.any(-1))  # [B, 1, T]
         return o.transpose(1, 2).masked_fill(blind.transpose(1, 2)[..., None], 0.0)
@@ -39,10 +39,10 @@ class SDPAKernel(nn.Module):
 def plain(step: Step, view: View, pattern: Pattern) -> str | None:
     """ "causal" or "full" where that is all the mask says and the host knows it, else None."""
     seen = view.kpos.shape[1]
-    if step.start is None or not view.aligned or (pattern.window is not None and pattern.window < seen):
+    if step.start is None or not view.aligned or not pattern.whole or (pattern.window is not None and pattern.window < seen):
         return None
     if not pattern.causal:
-        return "full" if type(pattern).name == "full" else None
+        return "full"
     if step.pos.shape[1] == 1:
         return "full"
     return "causal" if step.start == 0 else None

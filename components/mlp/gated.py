@@ -15,7 +15,7 @@ from zoo.components.spec import Child, default
 @part(MLP, "gated", source="Shazeer 2020, arXiv:2002.05202, section 2", example={"hidden": 24})
 @dataclass(frozen=True, kw_only=True)
 class Gated(MLP):
-    """down(act(gate x) * up x): SwiGLU with silu, GeGLU with gelu, ReGLU with relu."""
+    """down(act(gate x) * up x): SwiGLU with silu, GeGLU with gelu, ReGLU with relu, GLU with sigmoid, bilinear with identity."""
 
     hidden: int
     activation: Activation = "silu"

@@ -1,4 +1,4 @@
-"""How kept keys, values and latents are stored: exact, 8 and 4 bits per token and head, and KIVI's groups of tokens.
+"""How kept keys, values and latents are stored: 8 and 4 bits per token and head, and KIVI's groups of tokens.
 
 A codec works on vectors along the last dim. It names the tensors that stand for one vector (``layout``) and converts both ways.
 What was once encoded is never encoded again, so a stored vector does not depend on what came before or after it.
@@ -35,20 +35,6 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Exact:
-    """Kept as it is."""
-
-    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        return {"value": (shape, dtype)}
-
-    def encode(self, x: Tensor) -> dict[str, Tensor]:
-        return {"value": x}
-
-    def decode(self, parts: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        return parts["value"]
-
-
-@dataclass(frozen=True)
 class Int8:
     """Symmetric int8 with one fp32 scale a vector, max |x| / 127."""
 
@@ -65,17 +51,20 @@ class Int8:
 
 @dataclass(frozen=True)
 class Float8:
-    """fp8 (e4m3fn) with one fp32 scale a vector, max |x| / 448: the largest entry is exact and nothing saturates."""
+    """fp8 (e4m3fn) with one fp32 scale a vector, max |x| / 448: the largest entry is exact and nothing saturates.
+
+    The codes are kept as bytes: few operators move fp8 tensors about.
+    """
 
     def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        return {"code": (shape, torch.float8_e4m3fn), "scale": (shape[:-1], torch.float32)}
+        return {"code": (shape, torch.uint8), "scale": (shape[:-1], torch.float32)}
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         scale = _largest(x) / F8_MAX
-        return {"code": (x.float() / scale).clamp(-F8_MAX, F8_MAX).to(torch.float8_e4m3fn), "scale": scale[..., 0]}
+        return {"code": (x.float() / scale).clamp(-F8_MAX, F8_MAX).to(torch.float8_e4m3fn).view(torch.uint8), "scale": scale[..., 0]}
 
     def decode(self, parts: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        return (parts["code"].float() * parts["scale"][..., None]).to(dtype)
+        return (parts["code"].view(torch.float8_e4m3fn).float() * parts["scale"][..., None]).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ class Causal(Pattern):
     """A token sees itself and all earlier ones."""
 
     causal = True
+    whole = True
 
     def see(self, qpos: Tensor, kpos: Tensor) -> Tensor:
         return kpos <= qpos

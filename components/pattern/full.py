@@ -16,5 +16,7 @@ from zoo.components.registry import part
 class Full(Pattern):
     """Every token sees every token of its row."""
 
+    whole = True
+
     def see(self, qpos: Tensor, kpos: Tensor) -> Tensor:
         return torch.ones_like(qpos - kpos, dtype=torch.bool)

@@ -20,6 +20,7 @@ class Window(Pattern):
 
     size: int
     causal = True
+    whole = True
 
     @property
     def window(self) -> int:

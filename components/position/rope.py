@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zoo.components.contracts import Position, PositionModule, RopeScaling, Step
+from zoo.components.ops.rotary import Layout, tables, turn
 from zoo.components.registry import part
 from zoo.components.spec import default
 
@@ -24,7 +24,7 @@ class Rope(Position):
     """
 
     theta: float = 10_000.0
-    layout: Literal["half", "interleaved"] = "half"
+    layout: Layout = "half"
     width: int | None = None
     scaling: RopeScaling = default(RopeScaling, "none")
 
@@ -34,6 +34,8 @@ class Rope(Position):
             yield "width", f"rope turns an even number of at most {width} channels, got {turned}"
         if self.theta <= 0:
             yield "theta", f"must be positive, got {self.theta}"
+        for name, why in self.scaling.problems(turned):
+            yield f"scaling.{name}", why
 
     def build(self, width: int, heads: int) -> PositionModule:
         return RopeModule(self, self.width or width)
@@ -50,29 +52,19 @@ class RopeModule(PositionModule):
 
     def rotate(self, x: Tensor, step: Step) -> Tensor:
         cos, sin = step.once(f"{self.key} {x.dtype}", lambda: self.tables(step, x.dtype))
-        if self.width == x.shape[-1]:
-            return self.turn(x, cos, sin)
-        head, rest = x.split([self.width, x.shape[-1] - self.width], -1)
-        return torch.cat([self.turn(head, cos, sin), rest], -1)
-
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return torch.addcmul(x * cos, self.partner(x), sin)
-
-    def partner(self, x: Tensor) -> Tensor:
-        """For each channel, the other one of its pair."""
-        if self.spec.layout == "half":
-            return x.roll(self.width // 2, -1)
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return turn(x, cos, sin, self.spec.layout)
 
     def tables(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, [B, T, 1, width]: a pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-        pos = step.pos.clamp(min=0)  # padding is turned by nothing
-        length = pos.amax(-1) + 1 if self.spec.scaling.uses_length else None
-        frequency = self.spec.scaling.frequencies(self.spec.theta, self.width, length).to(pos.device)
-        angle = pos[..., None].float() * (frequency[:, None] if frequency.dim() == 2 else frequency)
-        cos, sin = (f(angle) * self.spec.scaling.attention_factor for f in (torch.cos, torch.sin))
-        if self.spec.layout == "half":
-            cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        else:
-            cos, sin = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
+        """cos and signed sin, [B, T, 1, width]."""
+        cos, sin = tables(self.angle(step), self.spec.layout, self.spec.scaling.attention_factor)
         return cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
+
+    def angle(self, step: Step) -> Tensor:
+        """[B, T, width/2] fp32."""
+        return step.pos.clamp(min=0)[..., None].float() * self.frequencies(step)  # padding is turned by nothing
+
+    def frequencies(self, step: Step) -> Tensor:
+        """[width/2], or [B, 1, width/2] where they depend on the length of each row."""
+        length = step.pos.amax(-1).clamp(min=0) + 1 if self.spec.scaling.uses_length else None
+        frequency = self.spec.scaling.frequencies(self.spec.theta, self.width, length).to(step.pos.device)
+        return frequency[:, None] if frequency.dim() == 2 else frequency

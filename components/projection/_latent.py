@@ -23,6 +23,8 @@ class LatentBase(Projection):
     logit_scale: multiplies q k^T; None is (nope + rope) ** -0.5, in both ways of reading.
     """
 
+    finishes = True
+
     nope: int
     rope: int
     value: int
@@ -56,11 +58,14 @@ class LatentBase(Projection):
         return {"c": Slot("token", (self.latent_count, self.rank)), "r": Slot("token", (1, self.rope))}
 
     def problems(self, width: int) -> Iterator[tuple[str, str]]:
-        for name in ("heads", "nope", "value", "rank"):
+        for name in ("heads", "value", "rank"):
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
-        if self.rope < 0:
-            yield "rope", f"must not be negative, got {self.rope}"
+        for name in ("nope", "rope"):
+            if getattr(self, name) < 0:
+                yield name, f"must not be negative, got {getattr(self, name)}"
+        if self.nope + self.rope < 1:
+            yield "nope", "a key has no channels: nope and rope are both 0"
         if self.q_rank is not None and self.q_rank < 1:
             yield "q_rank", f"must be at least 1, or null for queries without a latent, got {self.q_rank}"
 
@@ -85,6 +90,8 @@ class LatentModule(ProjectionModule):
     """Two ways to read that give the same result: *expanded* makes keys and values of every visible latent, *absorbed* moves the
     up-projections to the few queries and outputs, so that attention runs on the latents themselves (arXiv:2405.04434, 2.1.2)."""
 
+    q_down: nn.Module
+    q_norm: nn.Module
     q_up: nn.Module
     kv_down: nn.Module
     o: nn.Module

@@ -42,6 +42,10 @@ class GroupedQuery(Projection):
     o: Linear = default(Linear, "dense")
 
     @property
+    def groups(self) -> int:
+        return self.kv_heads
+
+    @property
     def rotary_width(self) -> int:
         return self.head_dim
 

@@ -41,6 +41,10 @@ class GroupedTied(Projection):
     o: Linear = default(Linear, "dense")
 
     @property
+    def groups(self) -> int:
+        return self.kv_heads
+
+    @property
     def rotary_width(self) -> int:
         return self.rope
 

@@ -56,4 +56,5 @@ class LatentProjection(LatentModule):
         return self.kv_up(c[:, :, 0]).unflatten(-1, (self.spec.heads, -1))
 
     def up_weight(self, dtype: torch.dtype) -> Tensor:
-        return self.kv_up.dense_weight(dtype).unflatten(0, (self.spec.heads, -1))
+        weight: Tensor = self.kv_up.dense_weight(dtype)  # pyright: ignore[reportCallIssue]
+        return weight.unflatten(0, (self.spec.heads, -1))

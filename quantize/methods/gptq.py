@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.components.numerics import integer
 from zoo.components.registry import part
 from zoo.quantize.contracts import IntegerQuantizer, Quantized, Quantizer
 from zoo.quantize.methods.rtn import RTN
@@ -48,7 +47,9 @@ class GPTQ(IntegerQuantizer):
         dead = matrix.diagonal() == 0  # inputs that were always 0: their weights do not matter and must not widen the scales
         matrix.diagonal()[dead] = 1
         weight = weight.masked_fill(dead, 0)
-        order = matrix.diagonal().argsort(descending=True, stable=True) if self.act_order else torch.arange(len(matrix))
+        order = (
+            matrix.diagonal().argsort(descending=True, stable=True) if self.act_order else torch.arange(len(matrix), device=matrix.device)
+        )
         factor, facts = inverse_factor(matrix[order][:, order], self.damping)
         if factor is None:
             return self._fallback(weight, "not factored")
@@ -61,41 +62,51 @@ class GPTQ(IntegerQuantizer):
 
     def _round(self, weight: Tensor, factor: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [N, K], scale and zero [N, G] for a weight [N, K] in its own order."""
-        grid = self.storage.grid
-        groups = Groups(self, weight)
+        groups, top = Groups(self, weight), self.storage.grid.top
+        diagonal, places = factor.diagonal().tolist(), order.tolist()
         left = weight.t()[order].contiguous()
-        codes = torch.empty_like(left, dtype=torch.uint8)
-        for start, stop in blocks(len(left), None if groups.fixed else grid.group_size):
+        for start, stop in blocks(len(left), None if groups.fixed else groups.size):
             error = torch.empty_like(left[start:stop])
             for i in range(start, stop):
-                scale, zero = groups.at(int(order[i]), left[i:])
-                levels = (left[i] / scale).round_().clamp_(-zero, grid.top - zero)
-                codes[i] = (levels + zero).to(torch.uint8)
-                error[i - start] = (left[i] - levels * scale) / factor[i, i]
+                scale, zero = groups.at(places[i], left[i:])
+                code = (left[i] / scale).round_().add_(zero).clamp_(0, top)
+                error[i - start] = (left[i] - (code - zero).mul_(scale)).div_(diagonal[i])
+                left[i] = code
                 left[i + 1 : stop].addr_(factor[i, i + 1 : stop], error[i - start], alpha=-1)
             left[stop:].addmm_(factor[start:stop, stop:].t(), error, alpha=-1)
-        return torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous(), groups.scale, groups.zero
+        codes = torch.empty_like(left, dtype=torch.uint8).index_copy_(0, order, left.to(torch.uint8))
+        return codes.t().contiguous(), *groups.stored()
 
 
 class Groups:
     """The grids of a weight's groups: fitted to the original weight, or each when the rounding arrives at it.
 
-    fixed: fitted before. scale and zero: [N, G] as they are stored.
+    fixed: fitted before. size: inputs of a group.
     """
 
     def __init__(self, spec: GPTQ, weight: Tensor):
         self.spec, self.grid = spec, spec.storage.grid
         self.size = self.grid.group_size or weight.shape[1]
         self.fixed = spec.act_order or self.grid.group_size is None
-        self.scale, self.zero = spec.fit(weight, self.grid)
+        self.scale = weight.new_empty(self.grid.groups(weight.shape[1]), len(weight))  # [G, N], values of the stored dtype
+        self.zero = torch.empty_like(self.scale)
+        if self.fixed:
+            self._fit(slice(None), weight)
 
     def at(self, i: int, left: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero [N] for input i. left [.., N]: the weights from this input on, corrected so far."""
-        group, first = i // self.size, i % self.size == 0
-        if first and not self.fixed:
-            scale, zero = self.spec.fit(left[: self.size].t(), self.grid)
-            self.scale[:, group], self.zero[:, group] = scale[:, 0], zero[:, 0]
-        return self.scale[:, group].to(left.dtype), self.zero[:, group].to(left.dtype)
+        group = i // self.size
+        if i % self.size == 0 and not self.fixed:
+            self._fit(slice(group, group + 1), left[: self.size].t())
+        return self.scale[group], self.zero[group]
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero [N, G] in their dtypes."""
+        return self.scale.t().to(self.grid.scale_dtype).contiguous(), self.zero.t().to(torch.uint8).contiguous()
+
+    def _fit(self, groups: slice, weight: Tensor) -> None:
+        scale, zero = self.spec.fit(weight, self.grid)
+        self.scale[groups], self.zero[groups] = scale.t(), zero.t()
 
 
 def blocks(inputs: int, group: int | None) -> Iterator[tuple[int, int]]:

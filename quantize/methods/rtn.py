@@ -12,7 +12,7 @@ from zoo.quantize.contracts import IntegerQuantizer, Quantized, Quantizer
 from zoo.quantize.stats.hessian import Hessian
 
 
-@part(Quantizer, "rtn")
+@part(Quantizer, "rtn", source="Jacob et al. 2017, arXiv:1712.05877, section 2.1 (the affine grid)")
 @dataclass(frozen=True, kw_only=True)
 class RTN(IntegerQuantizer):
     """Round each weight to the nearest point of its group's grid; needs no data."""

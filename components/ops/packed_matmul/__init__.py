@@ -68,9 +68,6 @@ class PackedMatmul(Spec):
         """The weight, [N, K], rounded once to ``dtype``."""
 
 
-registry.declare(PackedMatmul.family, __name__, "how weights of few bits are held in memory and multiplied")
-
-
 def choose(wanted: PackedMatmul | None, form: Form, device: torch.device) -> PackedMatmul:
     """``wanted``, or for None the fastest implementation that accepts. Raises ValueError with the reasons of one that refuses."""
     if wanted is None:

@@ -13,7 +13,7 @@ from zoo.components.ops.packed_matmul import Form, Layout, PackedMatmul, by_dens
 from zoo.components.registry import part
 
 
-@part(PackedMatmul, "reference")
+@part(PackedMatmul, "reference", source="torch.nn.functional.linear")
 @dataclass(frozen=True, kw_only=True)
 class Reference(PackedMatmul):
     """Dequantize to the activation's dtype, then multiply; the canonical layout, on any device."""

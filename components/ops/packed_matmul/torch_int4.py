@@ -23,9 +23,9 @@ MIDDLE = 8  # that it subtracts
 class TorchInt4(PackedMatmul):
     """Up to 4 bits on the CPU in groups with bfloat16 scales; few rows are multiplied in bfloat16.
 
-    The layout is the operator's own, half a byte per weight. With few rows the activations and the result are rounded to bfloat16
-    (2^-9, relative), and so is the offset (8 - zero) * scale of an asymmetric group, by at most a 64th of a step. With many rows the
-    product is float32 throughout. Codes of 2 and 3 bits are widened to 4.
+    The layout is the operator's own, half a byte per weight and 16 bits beside each scale. With few rows the activations and the
+    result are rounded to bfloat16 (2^-9, relative), and so is the offset (8 - zero) * scale of an asymmetric group, by at most a 64th
+    of a step. With many rows the product is float32 throughout. Codes of 2 and 3 bits are widened to 4.
     """
 
     rank = 2
@@ -49,13 +49,13 @@ class TorchInt4(PackedMatmul):
         scale = canonical["scale"].float()
         offset = scale * form.grid.middle - scale * zeros(form, canonical)
         both = torch.stack((scale, offset), -1).to(torch.bfloat16)
-        return {"nibbles": _pack(codes), "scale_offset": both.transpose(0, 1).contiguous()}
+        layout = {"nibbles": _pack(codes), "scale_offset": both.transpose(0, 1).contiguous()}
+        return layout if form.grid.symmetric else layout | {"zero": canonical["zero"]}
 
     def to_canonical(self, form: Form, layout: Layout) -> Layout:
         codes = _codes(layout["nibbles"]).contiguous() + form.grid.middle - MIDDLE
-        scale, zero = _scale_and_zero(form, layout)
-        canonical = {"packed": integer.pack(codes, form.grid.bits), "scale": scale.contiguous()}
-        return canonical if form.grid.symmetric else canonical | {"zero": integer.pack_rows(zero.to(torch.uint8), form.grid.bits)}
+        canonical = {"packed": integer.pack(codes, form.grid.bits), "scale": _scale(layout).contiguous()}
+        return canonical if form.grid.symmetric else canonical | {"zero": layout["zero"]}
 
     def product(self, form: Form, layout: Layout, x: Tensor) -> Tensor:
         if not few(x):
@@ -65,14 +65,13 @@ class TorchInt4(PackedMatmul):
         return y.to(x.dtype).view(*x.shape[:-1], form.outputs)
 
     def dense(self, form: Form, layout: Layout, dtype: torch.dtype) -> Tensor:
-        scale, zero = _scale_and_zero(form, layout)
-        return integer.dequantize(_codes(layout["nibbles"]), scale, zero + MIDDLE - form.grid.middle, dtype)
+        codes = _codes(layout["nibbles"]) + form.grid.middle - MIDDLE
+        return integer.dequantize(codes, _scale(layout), zeros(form, layout), dtype)
 
 
-def _scale_and_zero(form: Form, layout: Layout) -> tuple[Tensor, Tensor]:
-    """[N, G] each. The offset's rounding moves its quotient by less than 1/32, so the whole zero comes back exactly."""
-    scale, offset = layout["scale_offset"].transpose(0, 1).unbind(-1)
-    return scale, form.grid.middle - (offset.float() / scale.float()).round()
+def _scale(layout: Layout) -> Tensor:
+    """[N, G]."""
+    return layout["scale_offset"][..., 0].t()
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+../../zoo/multi_token.py

@@ -1,0 +1,20 @@
+"""Kept tokens in 8-bit integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zoo.components.cache._coded import Coded
+from zoo.components.contracts import CachePolicy
+from zoo.components.numerics.kv import Int8
+from zoo.components.registry import part
+
+
+@part(CachePolicy, "int8", source="the int8_per_token_head cache of vLLM")
+@dataclass(frozen=True, kw_only=True)
+class Int8Cache(Coded):
+    """8-bit integers with one scale for each token and head; for a latent, for each token."""
+
+    @property
+    def codec(self) -> Int8:
+        return Int8()

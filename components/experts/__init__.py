@@ -1,0 +1,1 @@
+"""Ways to run the experts that a router chose."""

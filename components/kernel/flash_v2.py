@@ -1,0 +1,35 @@
+"""FlashAttention, second loop order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from zoo.components.contracts import Kernel, Projection
+from zoo.components.kernel._softmax import SoftmaxKernel
+from zoo.components.ops.attention import flash_v2
+from zoo.components.registry import part
+
+
+@part(Kernel, "flash_v2", source="Dao 2023, arXiv:2307.08691, algorithm 1", example={"rows": 3, "columns": 4})
+@dataclass(frozen=True, kw_only=True)
+class FlashV2(Kernel):
+    """Tiles with the loop over queries outside; one division at the end, tiles of queries independent of each other.
+
+    rows, columns: queries and keys of a tile.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    lse = True
+
+    def problems(self, projection: Projection) -> Iterator[tuple[str, str]]:
+        for name in ("rows", "columns"):
+            if getattr(self, name) < 1:
+                yield name, f"must be at least 1, got {getattr(self, name)}"
+
+    def build(self, projection: Projection) -> nn.Module:
+        return SoftmaxKernel(partial(flash_v2, rows=self.rows, columns=self.columns))

@@ -1,0 +1,20 @@
+"""Token by token, as the papers define it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k [B, T, H, K]; v [B, T, H, V]; beta, decay [B, T, H, 1], decay a logarithm <= 0; state [B, H, K, V]; all of one dtype.
+
+    Returns o [B, T, H, V] and the state after the last token. Yang et al. 2024, arXiv:2412.06464, equation 10.
+    """
+    outputs = []
+    for t in range(q.shape[1]):
+        state = decay[:, t].exp()[..., None] * state
+        known = (k[:, t, :, :, None] * state).sum(-2)
+        state = state + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - known))[..., None, :]
+        outputs.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(outputs, 1), state

@@ -1,0 +1,1 @@
+"""Positions added to embeddings."""

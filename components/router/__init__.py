@@ -1,0 +1,1 @@
+"""Routers: how tokens and experts choose each other."""

@@ -1,0 +1,31 @@
+"""Progress of a long run on standard error: a bar on a terminal, one line a stage elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(total: int, done: int, enabled: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with a few words after each stage. done: stages finished by an earlier run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, quiet=not enabled)
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console, disable=not enabled) as bar:
+            task = bar.add_task("quantizing", total=total, completed=done)
+            yield lambda words: bar.update(task, advance=1, description=words)
+        return
+    start, finished = time.perf_counter(), 0
+
+    def line(words: str) -> None:
+        nonlocal finished
+        finished += 1
+        left = (time.perf_counter() - start) / finished * (total - done - finished)
+        console.print(f"{done + finished}/{total} {words}, about {left:.0f} s left", highlight=False, soft_wrap=True)
+
+    yield line

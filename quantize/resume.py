@@ -1,0 +1,80 @@
+"""A folder in which a quantization can be taken up again after a crash.
+
+``fingerprint.json`` says what is computed. Each finished stage (a layer) leaves one file with its packed tensors and report rows;
+``hidden.safetensors`` holds the activations that enter the next one. Every file is written under another name and renamed, the
+stage's before the activations', so at any moment the folder is one that a run can continue from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FINGERPRINT, HIDDEN = "fingerprint.json", "hidden.safetensors"
+
+
+class WorkDir:
+    """Stages finished so far. Raises ValueError, naming what differs, for a folder of another quantization."""
+
+    def __init__(self, folder: str | Path, fingerprint: Mapping[str, Any]):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / FINGERPRINT
+        text = json.dumps(fingerprint, indent=2, sort_keys=True) + "\n"
+        if path.exists():
+            self._compare(json.loads(path.read_text()), json.loads(text))
+        elif any(self.folder.iterdir()):
+            raise ValueError(f"{self.folder} holds other files; give an empty folder as work_dir")
+        else:
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text(text)
+            scratch.replace(path)
+
+    @property
+    def finished(self) -> int:
+        """How many stages are done, the activations after them included."""
+        path = self.folder / HIDDEN
+        return int(_read(path)[1]["stages"]) if path.exists() else 0
+
+    def hidden(self) -> Tensor:
+        """The activations that enter the next stage."""
+        return _read(self.folder / HIDDEN)[0]["hidden"]
+
+    def stage(self, name: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """The packed tensors (``module path.tensor name``) and the report rows of a finished stage."""
+        tensors, metadata = _read(self._path(name))
+        return tensors, json.loads(metadata["rows"])
+
+    def store(self, name: str, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], hidden: Tensor, stages: int) -> None:
+        """Record a stage, the ``stages``-th, and the activations that follow it (an empty tensor where there is no data)."""
+        _write(self._path(name), tensors, {"rows": json.dumps(rows)})
+        _write(self.folder / HIDDEN, {"hidden": hidden}, {"stages": str(stages)})
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        differ = [
+            f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+        ]
+        if differ:
+            raise ValueError(
+                f"{self.folder} belongs to another quantization: {'; '.join(differ)}. Give another work_dir, or the same settings"
+            )
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(str(path), "pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    scratch = path.with_suffix(".tmp")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
+    scratch.replace(path)

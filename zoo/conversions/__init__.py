@@ -1,0 +1,1 @@
+"""Conversions, one file each: START_to_END."""
