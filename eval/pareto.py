@@ -181,8 +181,8 @@ def _draw_legend(figure: Any) -> None:
 
     kinds = (
         ("baseline", "D", BASE),
-        ("on the front: nothing else is better on both axes", "o", FRONT),
-        ("beaten on both axes", "o", MUTED),
+        ("on the front", "o", FRONT),
+        ("beaten by another one", "o", MUTED),
     )
     handles = [Line2D([], [], linestyle="none", marker=marker, markersize=7, color=color, label=text) for text, marker, color in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize=9, labelcolor=INK)

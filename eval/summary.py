@@ -23,6 +23,7 @@ from zoo.eval.changes import (
 from zoo.eval.results import Results, Variant
 
 NOT_MEASURED = "not measured"
+NOTHING = 0.005  # relative differences of sizes below it are none
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,13 @@ def _seconds(value: float | None) -> Cell:
 def _size(value: int | None, base: int | None) -> Cell:
     if value is None:
         return Cell(NOT_MEASURED)
+    note = f"{value:,} bytes"
     if not base or value == base:
-        return Cell(size(value), value, note=f"{value:,} bytes")
+        return Cell(size(value), value, note=note)
+    if abs(value / base - 1) < NOTHING:
+        return Cell(size(value), value, "1.00×", note, "same")
     change = f"{base / value:.2f}× smaller" if value < base else f"{value / base:.2f}× larger"
-    return Cell(size(value), value, change, f"{value:,} bytes", "better" if value < base else "worse")
+    return Cell(size(value), value, change, note, "better" if value < base else "worse")
 
 
 def _perplexity(variant: Variant, base: Variant) -> Cell:

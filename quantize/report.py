@@ -98,8 +98,7 @@ class Report:
 
 
 def _rms(values: list[float]) -> float | None:
-    finite = [v for v in values if math.isfinite(v)]
-    return math.sqrt(sum(v * v for v in finite) / len(finite)) if finite else None
+    return math.sqrt(sum(v * v for v in values) / len(values)) if values else None
 
 
 def _text(value: float | None, kind: str) -> str:

@@ -8,6 +8,7 @@ loaded when its turn comes.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -159,14 +160,15 @@ class _Run:
 def quantize_module(model: Model, path: str, method: Quantizer, hessian: Hessian | None) -> Row:
     """Quantize one linear module of a model in place."""
     start = time.perf_counter()
-    weight = model.get_submodule(path).dense_weight(torch.float32)
+    weight = linear(model, path).dense_weight(torch.float32)
     if not weight.isfinite().all():
         raise ValueError(f"{path}: the weight holds NaN or infinity; the checkpoint is damaged or was cast to a dtype too small for it")
     result = method.quantize(weight, hessian)
-    rounded = replace_linear(model, path, method, result.tensors).dense_weight(torch.float32)
+    replace_linear(model, path, method, result.tensors)
+    rounded = linear(model, path).dense_weight(torch.float32)
     settings = {f.name: getattr(method, f.name) for f in fields(method)}
     bits = 8 * sum(t.nbytes for t in result.tensors.values()) / weight.numel()
-    output_error = relative_output_error(weight, rounded, hessian) if hessian and hessian.tokens else None
+    output_error = _finite(relative_output_error(weight, rounded, hessian)) if hessian else None
     weight_error = float((weight - rounded).norm() / weight.norm().clamp(min=torch.finfo(weight.dtype).tiny))
     tokens = hessian.tokens if hessian else None
     return Row(
@@ -174,9 +176,14 @@ def quantize_module(model: Model, path: str, method: Quantizer, hessian: Hessian
     )
 
 
-def replace_linear(model: Model, path: str, method: Quantizer, tensors: dict[str, Tensor]) -> StoredLinear:
+def linear(model: Model, path: str) -> Any:
+    """A module of the family ``linear``: it has inputs, outputs, bias and dense_weight."""
+    return model.get_submodule(path)
+
+
+def replace_linear(model: Model, path: str, method: Quantizer, tensors: dict[str, Tensor]) -> None:
     """Put a storage module with these tensors in the place of a linear module, and its part into the model's spec."""
-    old = model.get_submodule(path)
+    old = linear(model, path)
     with torch.device("meta"):
         new = method.storage.build(old.inputs, old.outputs, old.bias is not None)
     assert isinstance(new, StoredLinear)
@@ -186,7 +193,6 @@ def replace_linear(model: Model, path: str, method: Quantizer, tensors: dict[str
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new)
     model.spec = set_storage(model.spec, path, method.storage)
-    return new
 
 
 def prepare(model: Model, stage: Stage) -> None:
@@ -214,6 +220,10 @@ def _stored(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.canonical().items() if name != "bias"}
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _words(rows: Sequence[Row]) -> str:
     errors = [row.output_error for row in rows if row.output_error is not None]
     return f"{len(rows)} modules" + (f", output error at most {max(errors):.4f}" if errors else "")
@@ -221,7 +231,7 @@ def _words(rows: Sequence[Row]) -> str:
 
 def _fingerprint(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the result. Weights are named by where they came from, or by their bytes where they came from nowhere."""
-    source = model.source.reference if model.source else _digest(t.float().numpy().tobytes() for t in model.state_dict().values())
+    source = model.source.reference if model.source else _digest(t.float().cpu().numpy().tobytes() for t in model.state_dict().values())
     return {**settings, "model": _digest([repr(model.spec).encode()]), "weights": source, "dtype": str(model.dtype)}
 
 

@@ -129,7 +129,7 @@ def test_bert_classifier_equals_transformers_with_padding() -> None:
         "wiring": "post",
     }
     embed = {"name": "segments", "vocab": V, "position": {"name": "learned", "count": 16}, "norm": LAYER}
-    ours = model(embed, block, {"name": "classification", "labels": 3, "dense": "tanh"}, "none")
+    ours = model(embed, block, {"name": "classification", "labels": 3, "dense": "tanh"}, "identity")
     copy(ours, theirs, {f"bert.{o}": n for o, n in BERT.items()} | {"classifier": "head.out"}, ("bert.embeddings.position_ids",))
     x, lengths = ids(3), torch.tensor([9, 4, 1])
     mask = (torch.arange(T) < lengths[:, None]).long()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,8 +44,3 @@ def prose() -> str:
     from zoo import corpus
 
     return corpus.text("test")[:6000]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "out"

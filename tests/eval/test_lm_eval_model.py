@@ -207,3 +207,10 @@ def test_repeated_samples_differ_and_come_back_the_same(tiny: Pair) -> None:
     first = ZooLM(tiny.ours, batch_size=2).generate_until(asked, disable_tqdm=True)
     assert len(set(first)) == 3
     assert ZooLM(tiny.ours, batch_size=3).generate_until(asked, disable_tqdm=True) == first
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_answers_are_the_same(tiny: Pair) -> None:
+    asked = requests("loglikelihood", LOGLIKELIHOODS)
+    cpu, gpu = (ZooLM(tiny.ours.source.reference, device=d).loglikelihood(asked, disable_tqdm=True) for d in ("cpu", "cuda"))
+    assert [x for x, _ in gpu] == pytest.approx([x for x, _ in cpu], abs=1e-2)

@@ -184,3 +184,10 @@ def test_a_tokenizer_without_a_beginning_says_so(tiny: Pair, prose: str, monkeyp
     monkeypatch.setitem(vars(tiny.ours.source), "tokenizer", tokenizer)
     with pytest.raises(ValueError, match="bos='none'"):
         perplexity(tiny.ours, prose, bos="text")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_figure_is_the_same(tiny: Pair, prose: str) -> None:
+    documents = [prose[:400], prose[400:700]]
+    cpu, gpu = (perplexity(zoo.load(tiny.ours.source.reference, device=d), documents, joining=None, batch_size=2) for d in ("cpu", "cuda"))
+    assert gpu.value == pytest.approx(cpu.value, rel=1e-3)

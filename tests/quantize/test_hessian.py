@@ -89,3 +89,20 @@ def test_hooks_are_removed_after_an_error() -> None:
     with pytest.raises(RuntimeError):
         second_moments({"m": model}, [lambda: model(torch.randn(2, 5))])
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("first_only", "last"), [(False, 1), (True, 1)])
+def test_a_pass_ends_at_the_last_input_watched(first_only: bool, last: int) -> None:
+    """All of the first pass runs, to learn what is called; of later ones only what is needed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    finished: list[int] = []
+    model[2].register_forward_hook(lambda *_: finished.append(1))
+    passes = [partial(model, torch.randn(2, 4)) for _ in range(3)]
+    found = second_moments(dict(model.named_children()), passes, first_only)
+    assert len(finished) == last
+    assert {h.tokens for h in found.values()} == {6}
+
+
+def test_a_module_that_only_later_passes_call_is_caught() -> None:
+    assert watched(more=(False, True, False, True))["d"].tokens == 12
+    assert watched(more=(True, False, True))["e"].tokens == 36

@@ -79,8 +79,8 @@ def test_reported_errors_are_the_outputs_errors() -> None:
     handle = before.layers[0].mixer.projection.q.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     before(ids())
     handle.remove()
-    old, new = (m.layers[0].mixer.projection.q.dense_weight(torch.float32) for m in (before, model))
-    x = seen[0].flatten(0, 1)
+    old, new = (m.layers[0].mixer.projection.q.dense_weight(torch.float32).detach() for m in (before, model))
+    x = seen[0].detach().flatten(0, 1)
     assert report.rows[0].output_error == pytest.approx(float((x @ (old - new).T).norm() / (x @ old.T).norm()), rel=1e-3)
 
 
@@ -107,12 +107,11 @@ def test_later_layers_are_fitted_to_quantized_inputs() -> None:
     seen: list[torch.Tensor] = []
     fresh = small(layers=3)
     for i in (0, 1):
-        model.layers[i]  # quantized
         fresh.layers[i] = model.layers[i]
     fresh.layers[2].mixer.projection.q.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     fresh(ids())
-    x = seen[0].flatten(0, 1)
-    old, new = (m.layers[2].mixer.projection.q.dense_weight(torch.float32) for m in (fresh, model))
+    x = seen[0].detach().flatten(0, 1)
+    old, new = (m.layers[2].mixer.projection.q.dense_weight(torch.float32).detach() for m in (fresh, model))
     error = next(r.output_error for r in report.rows if r.module == "layers.2.mixer.projection.q")
     assert error == pytest.approx(float((x @ (old - new).T).norm() / (x @ old.T).norm()), rel=1e-3)
 

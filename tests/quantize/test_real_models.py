@@ -1,0 +1,62 @@
+"""Trained models: what the methods are worth there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import zoo
+from zoo.model import Model
+from zoo.quantize import quantize, verify
+
+DOWN = ["*.mlp.down={group_size: 32}"]  # 352 inputs do not divide into groups of 64
+
+
+@torch.no_grad()
+def perplexity(model: Model, windows: int = 64) -> float:
+    """Of the test text, in windows of 256 tokens."""
+    ids = torch.tensor(model.tokenizer.encode(zoo.corpus.text("test"), add_special_tokens=False, verbose=False))
+    ids = ids[: windows * 256].view(windows, 256)
+    losses = [F.cross_entropy(model(x)[:, :-1].float().flatten(0, 1), x[:, 1:].flatten(), reduction="sum").item() for x in ids.split(8)]
+    return math.exp(sum(losses) / (windows * 255))
+
+
+def quantized(path: Path, method: str, **settings: Any) -> Model:
+    model = zoo.load(path, dtype="float32")
+    quantize(model, method, progress=False, **settings)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 3])
+def test_gptq_beats_round_to_nearest_by_more_than_the_noise(bits: int, shared_data: Path) -> None:
+    path = shared_data / "weights/babyllama"
+    plain = perplexity(quantized(path, "rtn", bits=bits, rules=DOWN))
+    draws = [perplexity(quantized(path, "gptq", bits=bits, rules=DOWN, samples=32, length=256, seed=seed)) for seed in range(3)]
+    assert plain - max(draws) > (max(draws) - min(draws)) / 2
+    assert min(draws) > perplexity(zoo.load(path, dtype="float32"))
+
+
+def test_eight_bits_are_nearly_lossless(shared_data: Path, tmp_path: Path) -> None:
+    path = shared_data / "weights/stories260K"
+    before = zoo.load(path, dtype="float32")
+    model = quantized(path, "rtn", bits=8, group_size=None)
+    assert perplexity(model, 8) == pytest.approx(perplexity(before, 8), rel=2e-3)
+    zoo.save(model, tmp_path / "saved")
+    assert verify(model, tmp_path / "saved").logit_difference == 0
+    prompt = "Once upon a time, there was a little girl named Lily."
+    assert zoo.load(tmp_path / "saved").generate(prompt, max_new_tokens=8) == model.generate(prompt, max_new_tokens=8)
+
+
+@pytest.mark.nightly
+def test_the_larger_model_at_four_bits(smollm2: Path, tmp_path: Path) -> None:
+    plain = perplexity(quantized(smollm2, "rtn", bits=4), 16)
+    model = quantized(smollm2, "gptq", bits=4, samples=16, length=256)
+    assert perplexity(model, 16) < 0.95 * plain
+    zoo.save(model, tmp_path / "saved")
+    assert verify(model, tmp_path / "saved").logit_difference == 0
