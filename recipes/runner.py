@@ -41,9 +41,9 @@ def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fres
         done.append(kept or _run_one(recipe, i, path, out))
         results = Results(environment=describe_environment(), variants=done, protocol=dump(recipe.measure), recipe=dump(recipe))
         save_results(results, out / "results.json")
-    write_report(results, out)
+    written = [out / "results.json", *write_report(results, out)]
     print_table(results, console)
-    console.print(f"wrote {out / 'results.json'}, {out / 'report.html'}, {out / 'pareto.png'}", highlight=False)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False)
     return results
 
 

@@ -11,10 +11,12 @@ from zoo.components import registry
 
 if TYPE_CHECKING:
     from zoo.components.spec import SpecError, diff, override
+    from zoo.conversion import convert
     from zoo.declare import build, parts, spec
-    from zoo.generate import generate
+    from zoo.generate import complete, generate, stream
     from zoo.loading import load
     from zoo.model import Model, ModelSpec
+    from zoo.sampling import Sampling
     from zoo.saving import save
 
 __version__ = "0.1.0"
@@ -33,6 +35,10 @@ _LAZY = {
     "diff": "zoo.components.spec:diff",
     "override": "zoo.components.spec:override",
     "generate": "zoo.generate:generate",
+    "stream": "zoo.generate:stream",
+    "complete": "zoo.generate:complete",
+    "Sampling": "zoo.sampling:Sampling",
+    "convert": "zoo.conversion:convert",
     "Model": "zoo.model:Model",
     "ModelSpec": "zoo.model:ModelSpec",
     "SpecError": "zoo.components.spec:SpecError",

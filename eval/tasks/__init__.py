@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both take seconds to import
     from datasets import Dataset
@@ -47,7 +47,9 @@ def task_manager(data_folder: str | Path | None = None, *, builtin: bool = True)
     from lm_eval.tasks import TaskManager
 
     # lm-eval hands the metadata to the functions that load data; nothing else reaches them
-    metadata = {"data_folder": str(Path(data_folder).expanduser().resolve())} if data_folder else None
+    metadata: dict[str, dict[str, Any] | str] | None = (
+        {"data_folder": str(Path(data_folder).expanduser().resolve())} if data_folder else None
+    )
     return TaskManager(include_path=str(FOLDER), include_defaults=builtin, metadata=metadata)
 
 

@@ -44,15 +44,17 @@ def test_small_models_equal_transformers(shared_data: Path, name: str, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def theirs(smollm2: Path):  # noqa: ANN201 (a transformers model)
+def theirs(smollm2: Path):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # every answer is 64 tokens, and no token is barred to make it so
+    return model
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_smollm2_equals_transformers(theirs) -> None:  # noqa: ANN001
+def test_smollm2_equals_transformers(theirs) -> None:
     ours = zoo.load(REFERENCE)
     ids = ours.tokenizer("The three largest cities of France are Paris, Marseille and Lyon. In 1984 they", return_tensors="pt").input_ids
     assert relative_error(ours(ids), theirs(ids).logits) < 1e-5
@@ -62,19 +64,19 @@ def test_smollm2_equals_transformers(theirs) -> None:  # noqa: ANN001
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_smollm2_greedy_text_equals_transformers(theirs) -> None:  # noqa: ANN001
+def test_smollm2_greedy_text_equals_transformers(theirs) -> None:
     ours = zoo.load(REFERENCE)
     prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "My favourite animal is the"]
     got = ours.generate([ours.tokenizer(p).input_ids for p in prompts], max_new_tokens=64, eos=False)
     for prompt, new in zip(prompts, got, strict=True):
         ids = ours.tokenizer(prompt, return_tensors="pt").input_ids
-        want = theirs.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)[0, ids.shape[1] :]
+        want = theirs.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :]
         assert list(new) == want.tolist(), prompt
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_smollm2_saved_from_gguf_loads_in_transformers(theirs, tmp_path: Path) -> None:  # noqa: ANN001
+def test_smollm2_saved_from_gguf_loads_in_transformers(theirs, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = zoo.load(REFERENCE)
@@ -91,7 +93,8 @@ def test_lazy_loading_fills_one_layer(shared_data: Path) -> None:
     model = zoo.load(shared_data / "weights/babyllama", lazy=True)
     assert all(p.is_meta for p in model.parameters())
     materialize(model, "layers.3")
-    assert {n for n, p in model.named_parameters() if not p.is_meta} == {n for n, _ in model.named_parameters() if n.startswith("layers.3.")}
+    filled = {n for n, p in model.named_parameters() if not p.is_meta}
+    assert filled == {n for n, _ in model.named_parameters() if n.startswith("layers.3.")}
     materialize(model, "")
     full = zoo.load(shared_data / "weights/babyllama")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), full.state_dict().values(), strict=True))
