@@ -389,6 +389,7 @@ class Kernel(Spec):
     [B, T, H, Dv]. A query that may see nothing gives 0.
 
     history: the kernel reads past tokens, so the projection's slots are kept. needs: names it takes from ``Operands.extra``.
+    softmax: it computes plain softmax attention to the last bits of its dtype, so any other such kernel may stand in for it.
     rounding: how far, relative to the largest output, the kernel's own number formats may move an output; 0 means not at all.
     lse: the module's ``attend`` maps a Scene to a Partial, so that sets of keys can be seen apart and merged.
     graph_safe: nothing is read back from the device, so a call can be compiled whole and captured in a graph.
@@ -398,6 +399,7 @@ class Kernel(Spec):
     family: ClassVar[str] = _declare("kernel", "how attention is computed")
     history: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
+    softmax: ClassVar[bool] = False
     rounding: ClassVar[float] = 0.0
     lse: ClassVar[bool] = False
     graph_safe: ClassVar[bool] = True
@@ -623,6 +625,11 @@ class CachePolicy(Spec):
     def refuses(self, ask: Ask) -> list[str]:
         """Reasons why this policy cannot serve a layer; empty means that it can."""
         return ["forgets tokens, which the layer's kernel counts by their number in the row"] if self.forgets and ask.whole_rows else []
+
+    @property
+    def transparent(self) -> bool:
+        """The model computes with it what it computes without any cache, so it is no part of what the model is."""
+        return self.exact and type(self).without is CachePolicy.without
 
     def without(self) -> Cache:
         """What stands in for a cache in a call that keeps nothing."""

@@ -317,7 +317,10 @@ def _edit(node: Any, path: list[str], value: Any, place: str, hits: list[str], m
         return tuple(step)
     if not path:
         hits.append(place)
-        return _load(_family_of(node), value, place, errors) or node if isinstance(node, Spec) else node
+        if isinstance(node, Spec):
+            return _load(_family_of(node), value, place, errors) or node
+        errors.append(f"{place}: one entry of a list of plain values cannot be set alone; set the whole list")
+        return node
     if not isinstance(node, Spec):
         misses.append(f"{_join(place, path[0])}: {place} is {node!r} and holds no fields")
         return node

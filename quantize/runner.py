@@ -8,10 +8,12 @@ loaded when its turn comes.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +71,25 @@ def quantize(model: Model, method: str | Quantizer = "gptq", *, calibration: Cal
 class Stage:
     """A part of the model that is quantized in one go. modules: those of its linear modules that are, by path."""
 
-    name: str
-    parts: tuple[str, ...]  # of the model, as loaded together
+    parts: tuple[str, ...]  # of the model, loaded together; the first gives the stage its name
     run: Callable[[Tensor, Step], Tensor]
     modules: dict[str, Quantizer]
+
+    @property
+    def name(self) -> str:
+        return self.parts[0]
 
 
 def stages(model: Model, chosen: Mapping[str, Quantizer]) -> list[Stage]:
     """The layers and the head, up to the last with a module to quantize."""
-    found = [Stage(f"layers.{i}", (f"layers.{i}",), lambda x, step, layer=layer: layer(x, step, NoCache()), _below(f"layers.{i}", chosen))
-             for i, layer in enumerate(model.layers)]  # fmt: skip
-    found.append(Stage("head", ("norm", "head"), lambda x, step: model.head(model.norm(x)), _below("head", chosen)))
+    found = [Stage((f"layers.{i}",), partial(_through, layer), _below(f"layers.{i}", chosen)) for i, layer in enumerate(model.layers)]
+    found.append(Stage(("head", "norm"), lambda x, step: model.head(model.norm(x)), _below("head", chosen)))
     last = max(i for i, stage in enumerate(found) if stage.modules)
     return found[: last + 1]
+
+
+def _through(layer: nn.Module, x: Tensor, step: Step) -> Tensor:
+    return layer(x, step, NoCache())
 
 
 class _Run:
@@ -151,7 +159,7 @@ class _Run:
         for start in range(0, len(self.hidden), size):
             rows = slice(start, start + size)
             x = self.hidden[rows].to(device)
-            yield rows, lambda x=x: stage.run(x, Step.plain(0, len(x), length, device))
+            yield rows, partial(stage.run, x, Step.plain(0, len(x), length, device))
 
     def _passes(self, stage: Stage) -> Iterator[Callable[[], Tensor]]:
         return (run for _, run in self._batches(stage))
@@ -166,13 +174,17 @@ def quantize_module(model: Model, path: str, method: Quantizer, hessian: Hessian
     result = method.quantize(weight, hessian)
     replace_linear(model, path, method, result.tensors)
     rounded = linear(model, path).dense_weight(torch.float32)
-    settings = {f.name: getattr(method, f.name) for f in fields(method)}
-    bits = 8 * sum(t.nbytes for t in result.tensors.values()) / weight.numel()
-    output_error = _finite(relative_output_error(weight, rounded, hessian)) if hessian else None
-    weight_error = float((weight - rounded).norm() / weight.norm().clamp(min=torch.finfo(weight.dtype).tiny))
-    tokens = hessian.tokens if hessian else None
     return Row(
-        path, method.name, settings, weight.numel(), bits, weight_error, tokens, output_error, time.perf_counter() - start, result.facts
+        module=path,
+        method=method.name,
+        settings={f.name: getattr(method, f.name) for f in fields(method)},
+        weights=weight.numel(),
+        bits_per_weight=8 * sum(t.nbytes for t in result.tensors.values()) / weight.numel(),
+        weight_error=float((weight - rounded).norm() / weight.norm().clamp(min=torch.finfo(weight.dtype).tiny)),
+        tokens=hessian.tokens if hessian else None,
+        output_error=_finite(relative_output_error(weight, rounded, hessian)) if hessian else None,
+        seconds=time.perf_counter() - start,
+        facts=result.facts,
     )
 
 
@@ -208,7 +220,7 @@ def _load(model: Model, *parts: str) -> None:
     for part in parts:
         module = model.get_submodule(part)
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-            materialize(model, f"{part}.")
+            materialize(model, part)
 
 
 def _below(prefix: str, chosen: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
@@ -230,9 +242,13 @@ def _words(rows: Sequence[Row]) -> str:
 
 
 def _fingerprint(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the result. Weights are named by where they came from, or by their bytes where they came from nowhere."""
-    source = model.source.reference if model.source else _digest(t.float().cpu().numpy().tobytes() for t in model.state_dict().values())
-    return {**settings, "model": _digest([repr(model.spec).encode()]), "weights": source, "dtype": str(model.dtype)}
+    """What decides the result: settings, spec, and the weights by their bytes, or by their files where they are still to be loaded."""
+    state = model.state_dict()
+    if model.source and any(t.is_meta for t in state.values()):
+        weights = _digest([json.dumps(model.source.checkpoint.identity()).encode()])
+    else:
+        weights = _digest(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in state.values() if t.numel())
+    return {**settings, "model": _digest([repr(model.spec).encode()]), "weights": weights, "dtype": str(model.dtype)}
 
 
 def _digest(parts: Iterable[bytes]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -97,6 +98,9 @@ class Recipe(Spec):
         labels = [v.label for v in self.variants]
         if not labels:
             yield "variants", "a recipe has at least one variant"
+        for i, label in enumerate(labels):
+            if not re.fullmatch(r"[\w+=-][\w.+=-]*", label):
+                yield f"variants.{i}.label", f"{label!r} names files: letters, digits, and . _ + = - are allowed, and no dot in front"
         for label in sorted({x for x in labels if labels.count(x) > 1}):
             yield "variants", f"two variants are called {label!r}; names must differ"
         if all(m is None for m in (self.measure.perplexity, self.measure.tasks, self.measure.speed)):

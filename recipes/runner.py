@@ -6,12 +6,13 @@ A process per variant makes its peak memory its own and lets the rest go on when
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zoo.components.spec import dump, load
 from zoo.eval.environment import describe_environment
 from zoo.eval.results import Results, Variant, check_results, save_results, write_atomic
 from zoo.recipes.recipe import Recipe
+from zoo.recipes.recipe import Variant as VariantSpec
 
 
 def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fresh: bool = False) -> Results:
@@ -48,25 +50,33 @@ def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fres
 
 
 def key(recipe: Recipe, index: int) -> str:
-    """Hash of everything that a variant's figures depend on: itself, the model's files, calibration, measurements, the version."""
-    variant = recipe.variants[index]
-    reference = variant.model or recipe.model
+    """Hash of everything that a variant's figures depend on: itself, the model's and texts' files, how it is measured, our version."""
+    variant, measure, here = recipe.variants[index], recipe.measure, describe_environment()
+    texts = [recipe.calibration.text, measure.perplexity and measure.perplexity.text, measure.tasks and measure.tasks.data]
     content = {
         "variant": dump(variant),
         "baseline": dump(recipe.variants[0]) if index else None,
-        "model": [reference, _fingerprint(reference)],
-        "rest": [recipe.dtype, recipe.device, dump(recipe.calibration), dump(recipe.measure), describe_environment()["zoo"]],
+        "files": [[name, _fingerprint(name)] for name in (variant.model or recipe.model, *texts) if name],
+        "rest": [recipe.dtype, recipe.device, dump(recipe.calibration), dump(measure)],
+        "software": [here["zoo"], here["revision"], here["libraries"], here["threads"]],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _fingerprint(reference: str) -> Any:
-    """Name, size and time of each file of a local model; a hub id stands for itself (its revision is part of it)."""
-    from zoo.checkpoint import package_file
+    """Path, size and time of each file of a model, a text or a folder of data; a model of the hub is named by its commit's folder."""
+    from zoo.checkpoint import is_hub_id, open_checkpoint
 
-    path = package_file(reference) if reference.startswith("package:") else Path(reference)
+    path = Path(reference).expanduser()
+    if (
+        reference.startswith("package:")
+        or path.suffix == ".gguf"
+        or (path / "config.json").exists()
+        or (is_hub_id(reference) and not path.exists())
+    ):
+        return open_checkpoint(reference).identity()
     found = sorted(path.glob("*")) if path.is_dir() else [path] if path.exists() else []
-    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in found if p.is_file()]
+    return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in found if p.is_file()]
 
 
 def _finished(path: Path) -> Variant | None:
@@ -77,33 +87,85 @@ def _finished(path: Path) -> Variant | None:
     return None if variant.error else variant
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a worker is told. step: ``make`` or ``measure``. result: where the variant's figures go."""
+
+    recipe: Recipe
+    index: int
+    out: Path
+    result: Path
+    step: str
+
+    @property
+    def variant(self) -> VariantSpec:
+        return self.recipe.variants[self.index]
+
+    @property
+    def reference(self) -> str:
+        return self.variant.model or self.recipe.model
+
+    @property
+    def dtype(self) -> str:
+        return self.variant.dtype or self.recipe.dtype
+
+    @property
+    def folder(self) -> Path:
+        """Where the variant is saved."""
+        return self.out / "models" / self.variant.label
+
+    @property
+    def work(self) -> Path:
+        """Where an interrupted quantization is taken up again."""
+        return self.out / "work" / self.result.stem
+
+    @property
+    def made(self) -> Path:
+        """What ``make`` leaves for ``measure``; it is there once the folder is complete."""
+        return self.result.with_suffix(".made.json")
+
+    def write(self, path: Path) -> None:
+        data = {"recipe": dump(self.recipe), "index": self.index, "out": str(self.out), "result": str(self.result), "step": self.step}
+        write_atomic(path, json.dumps(data).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(load(Recipe, data["recipe"]), data["index"], Path(data["out"]), Path(data["result"]), data["step"])
+
+
 def _run_one(recipe: Recipe, index: int, path: Path, out: Path) -> Variant:
-    """Run one variant in a child process, which shares the terminal, and read what it wrote."""
+    """Run one variant in child processes, which share the terminal, and read what they wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    order = path.with_suffix(".order.json")
-    write_atomic(order, json.dumps({"recipe": dump(recipe), "index": index, "out": str(out), "result": str(path)}).encode())
-    began = time.perf_counter()
-    try:
-        code = subprocess.run([sys.executable, "-m", "zoo.recipes.worker", str(order)], check=False).returncode
-    finally:
-        order.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # of a run that failed, or that is to be run again
+    began, variant, code = time.perf_counter(), recipe.variants[index], 0
+    order = Order(recipe, index, out, path, "measure")
+    if (variant.quantizer or recipe.measure.save) and not order.made.exists():
+        code = _work(replace(order, step="make"))
+    code = code or _work(order)
     found = _finished(path)
     if found:
+        order.made.unlink(missing_ok=True)
+        if not recipe.measure.save:
+            shutil.rmtree(order.folder, ignore_errors=True)
         return found
     why = _error(path) or f"the process ended with status {code}; see the messages above"
-    return Variant(name=recipe.variants[index].label, error=why, seconds={"total": time.perf_counter() - began})
+    return Variant(name=variant.label, error=why, seconds={"total": time.perf_counter() - began})
+
+
+def _work(order: Order) -> int:
+    path = order.result.with_suffix(".order.json")
+    order.write(path)
+    try:
+        return subprocess.run([sys.executable, "-m", "zoo.recipes.worker", str(path)], check=False).returncode
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _error(path: Path) -> str | None:
     if not path.is_file():
         return None
     return check_results(json.loads(path.read_text(encoding="utf-8"))).variants[0].error
-
-
-def read_order(path: Path) -> tuple[Recipe, int, Path, Path]:
-    """(recipe, index of the variant, output folder, result file) as ``_run_one`` wrote them."""
-    order = json.loads(path.read_text(encoding="utf-8"))
-    return load(Recipe, order["recipe"]), order["index"], Path(order["out"]), Path(order["result"])
 
 
 def with_only(recipe: Recipe, labels: list[str]) -> Recipe:
@@ -115,4 +177,4 @@ def with_only(recipe: Recipe, labels: list[str]) -> Recipe:
         if label not in known:
             raise ValueError(f"no variant {label!r} in the recipe{nearest(label, known)}")
     kept = tuple(v for i, v in enumerate(recipe.variants) if i == 0 or v.label in labels)
-    return dataclasses.replace(recipe, variants=kept)
+    return replace(recipe, variants=kept)

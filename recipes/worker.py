@@ -1,8 +1,14 @@
-"""One variant of a recipe: load, edit, quantize, measure, write. Run as ``python -m zoo.recipes.worker ORDER.json``."""
+"""One step of one variant of a recipe, run as ``python -m zoo.recipes.worker ORDER.json``.
+
+``make`` loads, edits, quantizes and saves; ``measure`` loads what will be used and measures it. They are processes of their own, so
+that what is measured is the model that a user would load, and quantizing leaves no mark on its memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -12,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from zoo.components.spec import dump
+from zoo.components.spec import load as load_spec
 from zoo.declare import spec as read_spec
 from zoo.eval import disk_bytes, evaluate, memory, peak_memory, perplexity, speed
 from zoo.eval.environment import describe_environment
-from zoo.eval.results import Results, Variant, save_results, variant
+from zoo.eval.results import Results, Variant, save_results, variant, write_atomic
 from zoo.loading import load
-from zoo.model import Model
-from zoo.quantize import quantize
-from zoo.recipes.recipe import Measure, Recipe
-from zoo.recipes.runner import read_order
+from zoo.model import Model, ModelSpec
+from zoo.quantize import quantize, verify
+from zoo.recipes.recipe import Measure
+from zoo.recipes.runner import Order
+from zoo.saving import save
 
 
 @dataclass
@@ -38,28 +46,62 @@ class Clock:
         self.seconds[name] = time.perf_counter() - began
 
 
-def run_variant(recipe: Recipe, index: int, out: Path) -> Variant:
-    """Everything that the recipe asks of one variant."""
-    wanted = recipe.variants[index]
-    clock = Clock(wanted.label)
-    with clock.stage("load"):
-        model = load(wanted.model or recipe.model, dtype=wanted.dtype or recipe.dtype, device=recipe.device, override=wanted.override)
+def make(order: Order) -> None:
+    """Write the variant's folder, read it back, and leave what the quantizer reports beside it."""
+    recipe, wanted, clock = order.recipe, order.variant, Clock(order.variant.label)
     rows: list[dict[str, Any]] = []
+    with clock.stage("load"):
+        lazy = wanted.quantizer is not None
+        model = load(order.reference, dtype=order.dtype, device=recipe.device, override=wanted.override, lazy=lazy)
     if wanted.quantizer is not None:
+        c = recipe.calibration
+        data: dict[str, Any] = {"calibration": c.text and Path(c.text), "samples": c.samples, "length": c.length, "seed": c.seed}
         with clock.stage("quantize"):
-            c = recipe.calibration
-            report = quantize(model, wanted.quantizer, calibration=c.text and Path(c.text), samples=c.samples, length=c.length,
-                              seed=c.seed, rules=wanted.rules, work_dir=out / "work" / wanted.label)  # fmt: skip
-            rows = [dataclasses.asdict(row) for row in report.rows]
-    baseline = read_spec(recipe.variants[0].model or recipe.model, *recipe.variants[0].override)
-    figures = measure(model, recipe.measure, clock, out / "models" / wanted.label)
-    return variant(wanted.label, spec=model.spec, baseline=baseline if index else None, modules=rows, seconds=clock.seconds, **figures)
+            report = quantize(model, wanted.quantizer, rules=wanted.rules, work_dir=order.work,
+                              **(data if wanted.quantizer.calibrated else {}))  # fmt: skip
+        rows = [dataclasses.asdict(row) for row in report.rows]
+    with clock.stage("save and read back"):
+        save(model, order.folder, overwrite=True, check=lambda folder: verify(model, folder))
+    made = {"modules": rows, "seconds": clock.seconds, "spec": dump(model.spec)}
+    write_atomic(order.made, json.dumps(made).encode())
+    shutil.rmtree(order.work, ignore_errors=True)
 
 
-def measure(model: Model, wanted: Measure, clock: Clock, folder: Path) -> dict[str, Any]:
-    """The figures of a model by the names that ``zoo.eval.results.variant`` takes."""
+def measure(order: Order) -> Variant:
+    """Everything that the recipe asks of the variant."""
+    recipe, clock = order.recipe, Clock(order.variant.label)
+    made = json.loads(order.made.read_text()) if order.made.exists() else {"modules": [], "seconds": {}}
+    with clock.stage("load"):
+        if "spec" in made:
+            model = load(order.folder, device=recipe.device, override=running(load_spec(ModelSpec, made["spec"])))
+        else:
+            model = load(order.reference, dtype=order.dtype, device=recipe.device, override=order.variant.override)
+    first = recipe.variants[0]
+    baseline = read_spec(first.model or recipe.model, *first.override) if order.index else None
+    found = figures(model, recipe.measure, clock)
+    speeds = found.pop("speeds", [])
+    size = disk_bytes(order.folder) if "spec" in made and recipe.measure.save else None
+    done = variant(order.variant.label, spec=model.spec, baseline=baseline, modules=made["modules"], disk_bytes=size,
+                   seconds=made["seconds"] | clock.seconds, speed=speeds[0] if speeds else None, **found)  # fmt: skip
+    if speeds[1:]:
+        done.measured["speed of other batch sizes"] = {str(s.batch_size): dataclasses.asdict(s) for s in speeds[1:]}
+    return done
+
+
+def running(spec: ModelSpec) -> list[str]:
+    """The edits that give a saved model its kernels and cache again: how a model is run is not stored with it."""
+    kernels = [f"layers.{i}.mixer.kernel={json.dumps(dump(layer.mixer.kernel))}" for i, layer in enumerate(spec.layers)]
+    return [*kernels, f"cache={json.dumps(dump(spec.cache))}"]
+
+
+def figures(model: Model, wanted: Measure, clock: Clock) -> dict[str, Any]:
+    """The figures of a model by the names that ``zoo.eval.results.variant`` takes; ``speeds`` has one for each batch size."""
     found: dict[str, Any] = {"memory": memory(model)}
     with peak_memory(model.device) as peak:
+        if (s := wanted.speed) is not None:
+            with clock.stage("speed"):
+                found["speeds"] = speed(model, prompt_tokens=s.prompt_tokens, new_tokens=s.new_tokens, batch_sizes=s.batch_sizes,
+                                        repeats=s.repeats, warmup=s.warmup)  # fmt: skip
         if (p := wanted.perplexity) is not None:
             with clock.stage("perplexity"):
                 found["perplexity"] = perplexity(model, p.text and Path(p.text), context=p.context, stride=p.stride, limit=p.limit)
@@ -68,29 +110,20 @@ def measure(model: Model, wanted: Measure, clock: Clock, folder: Path) -> dict[s
                 found["evaluation"] = evaluate(
                     model, t.names, limit=t.limit, num_fewshot=t.shots, batch_size=t.batch_size, data_folder=t.data
                 )
-        if (s := wanted.speed) is not None:
-            with clock.stage("speed"):
-                found["speed"] = speed(model, prompt_tokens=s.prompt_tokens, new_tokens=s.new_tokens, batch_sizes=s.batch_sizes,
-                                       repeats=s.repeats, warmup=s.warmup)[0]  # fmt: skip
-    found["peak"] = peak
-    if wanted.save:
-        from zoo.saving import save
-
-        with clock.stage("save"):
-            save(model, folder, overwrite=True)
-            found["disk_bytes"] = disk_bytes(folder)
-    return found
+    return found | {"peak": peak}
 
 
-def main(order: str) -> int:
-    recipe, index, out, result = read_order(Path(order))
-    label = recipe.variants[index].label
+def main(path: str) -> int:
+    order = Order.read(Path(path))
     try:
-        done = run_variant(recipe, index, out)
+        if order.step == "make":
+            make(order)
+            return 0
+        done = measure(order)
     except (ValueError, OSError, RuntimeError, MemoryError) as e:
-        print(f"  {label}: {type(e).__name__}: {e}", file=sys.stderr)
-        done = Variant(name=label, error=f"{type(e).__name__}: {e}")
-    save_results(Results(environment=describe_environment(), variants=[done], recipe=dump(recipe)), result)
+        print(f"  {order.variant.label}: {type(e).__name__}: {e}", file=sys.stderr)
+        done = Variant(name=order.variant.label, error=f"{type(e).__name__}: {e}")
+    save_results(Results(environment=describe_environment(), variants=[done], recipe=dump(order.recipe)), order.result)
     return 1 if done.error else 0
 
 

@@ -53,6 +53,16 @@ class Checkpoint(ABC):
         """The contents of generation_config.json, empty where there is none."""
         return {}
 
+    @property
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that decide what the model is."""
+
+    def identity(self) -> list[list[Any]]:
+        """Path, size and time of each file: what must be the same for work on this checkpoint to be taken up again."""
+        stats = [(p.resolve(), p.stat()) for p in sorted(self.files)]
+        return [[str(path), s.st_size, s.st_mtime_ns] for path, s in stats]
+
 
 def open_checkpoint(reference: str | Path) -> Checkpoint:
     """Find and open a checkpoint. Raises CheckpointError that names the reference and what would be accepted."""
@@ -62,13 +72,27 @@ def open_checkpoint(reference: str | Path) -> Checkpoint:
         return _open_file(path, text)
     if path.is_dir():
         return SafetensorsFolder(path, text)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) and not text.startswith((".", "~")):
+    if is_hub_id(text):
         from zoo.hub import download
 
         return SafetensorsFolder(download(text), text)
     raise CheckpointError(
         f"{text}: nothing is there. A model is a local folder, a .gguf file, package:NAME/FILE, or a hub id such as org/name@revision"
     )
+
+
+def read_config(reference: str | Path) -> dict[str, Any]:
+    """A checkpoint's config alone; of a model on the hub nothing else is downloaded."""
+    text = str(reference)
+    if is_hub_id(text) and not Path(text).exists():
+        from zoo.hub import download
+
+        return read_json(download(text, ["config.json"]) / "config.json", text)
+    return open_checkpoint(reference).config
+
+
+def is_hub_id(text: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) is not None and not text.startswith((".", "~"))
 
 
 def _open_file(path: Path, text: str) -> Checkpoint:
@@ -139,6 +163,10 @@ class SafetensorsFolder(Checkpoint):
     def generation(self) -> dict[str, Any]:
         path = self.folder / "generation_config.json"
         return read_json(path, self.reference) if path.is_file() else {}
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / "config.json", *set(self._file.values())]
 
     def _dtype(self) -> torch.dtype:
         named = self.config.get("dtype") or self.config.get("torch_dtype")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bflo
     table.add_section()
     table.add_row("total", "", f"{total.parameters:,}", f"{total.bytes:,}")
     console().print(table)
-    console().print(f"{total.bits_per_weight:.2f} bits per weight; cache {total.cache_bytes_per_token:,} bytes per token, "
+    console().print(f"{total.bits_per_parameter:.2f} bits per parameter, embeddings included; cache {total.cache_bytes_per_token:,} bytes per token, "
                     f"{total.cache_bytes_per_token * total.context:,} for a context of {total.context:,}")  # fmt: skip
 
 
@@ -114,7 +115,8 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
                    option: Annotated[list[str] | None, typer.Option(help="A further option of the method: name=value. Repeatable.")] = None,
                    rule: Annotated[list[str] | None, typer.Option(help="glob=keep or glob={bits: 8}. Repeatable, later ones win.")] = None,
                    text: Annotated[Path | None, typer.Option(help="Calibration text; Python's documentation by default.")] = None,
-                   samples: int = 64, length: int = 512, seed: int = 0, set: SetOption = None, dtype: DtypeOption = "auto",
+                   samples: Annotated[int | None, typer.Option(help="Windows of calibration text; 32 for methods that need it.")] = None,
+                   length: Annotated[int | None, typer.Option(help="Tokens of a window; 512.")] = None, seed: int = 0, set: SetOption = None, dtype: DtypeOption = "auto",
                    device: DeviceOption = "cpu", overwrite: bool = False) -> None:  # fmt: skip
     """Quantize a model layer by layer and write it as compressed-tensors; a killed run continues when started again."""
     import yaml
@@ -126,16 +128,22 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
         raise FileExistsError(f"{out} is not empty; choose another folder or pass --overwrite")
     work = out.with_name(f"{out.name}.work")
-    options = {k: yaml.safe_load(v) for k, _, v in (o.partition("=") for o in option or ())}
+    options: dict[str, Any] = {"bits": bits, "group_size": group_size or None}
+    for text_of_option in option or ():
+        name, equals, value = text_of_option.partition("=")
+        if not equals or name in options:
+            raise ValueError(f"--option {text_of_option}: write name=value, each name once; bits and group size have options of their own")
+        options[name] = yaml.safe_load(value)
     loaded = load(model, dtype=dtype, device=device, override=set or (), lazy=True)
-    report = quantize(loaded, method, bits=bits, group_size=group_size or None, calibration=text, samples=samples, length=length, seed=seed,
-                      rules=rule or (), work_dir=work, **options)  # fmt: skip
+    report = quantize(loaded, method, calibration=text, samples=samples, length=length, seed=seed, rules=rule or (), work_dir=work,
+                      **options)  # fmt: skip
     console().print(report.table())
-    saved = save(loaded, out, overwrite=overwrite)
+    saved = save(loaded, out, overwrite=overwrite, check=lambda folder: verify(loaded, folder))
     (out / "quantization_report.json").write_text(report.to_json(), encoding="utf-8")
-    found = verify(loaded, out)
     shutil.rmtree(work)
-    console().print(f"wrote {saved.folder}: {saved.bytes:,} bytes; read back: {found.tensors} tensors and the logits are equal")
+    console().print(f"wrote {saved.folder}: {saved.bytes:,} bytes; read back before it was put there: tensors and logits are equal")
+    if saved.transformers:
+        console().print(f"transformers cannot load it: {saved.transformers}")
 
 
 @app.command("eval")
@@ -214,11 +222,11 @@ def console() -> Any:
 
 
 def main() -> None:
-    """Run a command; a mistake of the user's is one message and exit status 2, not a traceback."""
+    """Run a command; a mistake of the user's is one message and exit status 2, a traceback only where ZOO_DEBUG is set."""
     try:
         app()
     except (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, MemoryError) as e:
-        if "--debug" in sys.argv:
+        if "ZOO_DEBUG" in os.environ:
             raise
         typer.secho(f"error: {e}", fg="red", err=True)
         sys.exit(2)

@@ -45,12 +45,12 @@ def _find(model: str | Path | Mapping[str, Any] | ModelSpec) -> ModelSpec:
 
 def checkpoint_spec(reference: str | Path) -> ModelSpec:
     """The spec that a checkpoint's config declares; no weights are read."""
-    from zoo.checkpoint import open_checkpoint
+    from zoo.checkpoint import read_config
     from zoo.family import family_for
     from zoo.loading import read_spec
 
-    checkpoint = open_checkpoint(reference)
-    return read_spec(family_for(checkpoint.config, checkpoint.reference), checkpoint)[0]
+    config = read_config(reference)
+    return read_spec(family_for(config, str(reference)), config, str(reference))[0]
 
 
 def names() -> list[str]:

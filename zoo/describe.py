@@ -35,7 +35,7 @@ class Summary:
     context: int
 
     @property
-    def bits_per_weight(self) -> float:
+    def bits_per_parameter(self) -> float:
         return 8 * self.bytes / self.parameters
 
 

@@ -67,15 +67,15 @@ def expect(part: Spec, kind: type[P]) -> P:
 
 
 def architecture(spec: ModelSpec) -> ModelSpec:
-    """The spec without what is no part of the architecture: storages, kernels and the cache policy are the defaults."""
+    """The spec without what changes nothing in its function: storages, softmax kernels and lossless caches are the defaults."""
     plain = transform(spec, _plain)
-    return dataclasses.replace(plain, cache=load(CachePolicy, "dense"))
+    return dataclasses.replace(plain, cache=load(CachePolicy, "dense")) if spec.cache.transparent else plain
 
 
 def _plain(spec: Spec) -> Spec:
     if isinstance(spec, Linear):
         return load(Linear, "dense")
-    return load(Kernel, "sdpa") if isinstance(spec, Kernel) else spec
+    return load(Kernel, "sdpa") if isinstance(spec, Kernel) and spec.softmax else spec
 
 
 def family_for(config: Mapping[str, Any], reference: str) -> Family:

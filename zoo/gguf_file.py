@@ -171,6 +171,10 @@ class GGUFCheckpoint(Checkpoint):
         ends = list(dict.fromkeys(v for v in (ids["eos_token_id"], ids["eot_token_id"]) if v is not None))
         return {"bos_token_id": ids["bos_token_id"], "eos_token_id": ends}
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
     def key(self, name: str, default: Any = None) -> Any:
         """A metadata value of the architecture, e.g. ``block_count``. Raises CheckpointError where it must be there and is not."""
         value = self.metadata.get(f"{self.architecture}.{name}", default)

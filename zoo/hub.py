@@ -9,8 +9,10 @@ from zoo.checkpoint import CheckpointError
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def download(reference: str) -> Path:
+def download(reference: str, files: list[str] = FILES) -> Path:
     """``org/name`` or ``org/name@revision`` -> the local folder; uses the files that are there already when the hub is out of reach.
+
+    files: glob patterns of what is wanted.
 
     The token comes from the environment or the hub's own store. Raises CheckpointError with the hub's reason.
     """
@@ -19,7 +21,7 @@ def download(reference: str) -> Path:
 
     name, _, revision = reference.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=FILES))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
     except LocalEntryNotFoundError:
         raise CheckpointError(f"{reference}: the hub cannot be reached and the files are not in the local cache; "
                               "download them on a machine with a network, or give a local folder") from None  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from zoo.components.spec import Spec, SpecError, TensorInfo, check, override
 from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
-from zoo.weights import Entry, check_names, entries, fill, linear_names, linears
+from zoo.weights import Entry, below, check_names, entries, fill, linear_names, linears
 
 GIB = 1 << 30
 
@@ -65,7 +65,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     checkpoint = open_checkpoint(reference)
     family = family_for(checkpoint.config, checkpoint.reference)
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
-    spec, format = read_spec(family, checkpoint, override)
+    spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override)
     table = entries(spec, family.rules(spec), format)
     check_names(spec, table, checkpoint, lambda name: family.ignores(name) or tied_copy(spec, table, checkpoint, name))
     if not lazy:
@@ -80,25 +80,26 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
 
 def finish(model: Model, prefix: str) -> None:
     """What follows once tensors are in place: ties, and the memory layout that each storage computes with."""
-    if model.embed.weight.device.type != "meta":
+    tie = model.spec.head.tie()
+    if tie and not getattr(model.embed, tie[1]).is_meta:
         model.tie()
     for name, module in model.named_modules():
-        if name.startswith(prefix) and isinstance(module, Prepared):
+        if below(prefix, name) and isinstance(module, Prepared):
             module.prepare()
 
 
-def read_spec(family: Family, checkpoint: Checkpoint, edits: Sequence[str] = ()) -> tuple[ModelSpec, Format | None]:
+def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: Sequence[str] = ()) -> tuple[ModelSpec, Format | None]:
     """The spec that a checkpoint declares, with its quantized storages and the overrides; checked."""
     try:
-        spec = family.read(checkpoint.config)
+        spec = family.read(config)
     except KeyError as e:
-        raise CheckpointError(f"{checkpoint.reference}: config.json has no {e.args[0]}") from None
+        raise CheckpointError(f"{reference}: config.json has no {e.args[0]}") from None
     except ValueError as e:
-        raise CheckpointError(f"{checkpoint.reference}: {e}") from None
-    quantization = checkpoint.config.get("quantization_config")
+        raise CheckpointError(f"{reference}: {e}") from None
+    quantization = config.get("quantization_config")
     format = None
     if quantization:
-        format = format_for(quantization, checkpoint.reference)
+        format = format_for(quantization, reference)
         spec = quantized_spec(spec, family, format, quantization, checkpoint)
     spec = override(spec, *edits)
     problems = check(spec)
@@ -201,7 +202,16 @@ def available_bytes(device: torch.device) -> int:
         return 1 << 62
     import psutil
 
-    return psutil.virtual_memory().available
+    return min(psutil.virtual_memory().available, container_bytes(Path("/sys/fs/cgroup")))
+
+
+def container_bytes(group: Path) -> int:
+    """What a container's memory limit leaves (control groups version 2, then 1); a huge number where there is no limit."""
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        if (group / limit).is_file() and (group / used).is_file():
+            most, now = (group / limit).read_text().strip(), int((group / used).read_text())
+            return 1 << 62 if most == "max" else max(0, int(most) - now)
+    return 1 << 62
 
 
 def parse_dtype(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:

@@ -257,13 +257,15 @@ class Model(nn.Module):
         return step
 
     def _place(self, rows: int, width: int, device: torch.device, lengths: Any, positions: Tensor | None, cache: Any | None) -> Step:
-        if positions is not None:
-            if positions.shape != (rows, width):
-                raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {[rows, width]}")
-            return Step.of(positions.to(device))
         past = [0] * rows if cache is None else cache.length
         if len(past) != rows:
             raise ValueError(f"the cache has {len(past)} rows, the input {rows}")
+        if positions is not None:
+            if lengths is not None:
+                raise ValueError("give lengths or positions, not both: positions say by -1 what is padding")
+            if positions.shape != (rows, width):
+                raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {[rows, width]}")
+            return Step.of(positions.to(device))
         if lengths is None and len(set(past)) <= 1:
             return Step.plain(past[0] if past else 0, rows, width, device)
         count = torch.full((rows,), width) if lengths is None else torch.as_tensor(lengths)

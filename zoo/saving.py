@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ class Saved:
     transformers: str | None = field(default=None)
 
 
-def save(
-    model: Model, folder: str | Path, *, format: str = "compressed_tensors", shard_bytes: int = SHARD, overwrite: bool = False
-) -> Saved:
+def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors", shard_bytes: int = SHARD, overwrite: bool = False,
+         check: Callable[[Path], object] | None = None) -> Saved:  # fmt: skip
     """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
 
-    format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``. Everything is
-    written beside the folder first and moved in at the end. A model that its family's config cannot describe (a swapped pattern, say)
-    is written with its spec in config.json; ``zoo.load`` reads it, transformers does not, and the result says why.
+    format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``, which replaces it
+    whole. Everything is written beside the folder first, ``check`` is called with what was written (``zoo.quantize.verify``, say) and
+    may raise, and only then the new folder takes the place of the old one. A model that its family's config cannot describe (a
+    swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it, transformers does not, and the result says
+    why.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
@@ -56,6 +57,8 @@ def save(
         (scratch / "config.json").write_text(json.dumps(config | {"torch_dtype": str(model.dtype).removeprefix("torch.")}, indent=2) + "\n")
         write_shards(model, table, scratch, shard_bytes)
         write_extras(model, scratch)
+        if check is not None:
+            check(scratch)
         move_in(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -160,11 +163,12 @@ def write_extras(model: Model, folder: Path) -> None:
 
 
 def move_in(scratch: Path, folder: Path) -> None:
-    """Replace the folder's files by the scratch folder's, each by one rename; old weight files that are not written anew go."""
-    folder.mkdir(exist_ok=True)
-    new = {p.name for p in scratch.iterdir()}
-    for old in folder.glob("*.safetensors*"):
-        if old.name not in new:
-            old.unlink()
-    for path in sorted(scratch.iterdir(), key=lambda p: p.name == "config.json"):  # config.json last: it makes the folder loadable
-        path.replace(folder / path.name)
+    """Put the finished folder in its place by renaming; an old one is moved aside first and deleted last."""
+    scratch.chmod(0o755)
+    if not folder.exists():
+        scratch.rename(folder)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    folder.rename(aside / "old")
+    scratch.rename(folder)
+    shutil.rmtree(aside)

@@ -118,13 +118,18 @@ def _packed_entry(path: str, child: Child, names: dict[str, str], format: Format
 # ---- filling a model ---------------------------------------------------------------------------------------------------------
 
 
+def below(prefix: str, name: str) -> bool:
+    """Whether a module or tensor is at or below a module; "" is the whole model."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
 def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint, ignore: Callable[[str], bool]) -> None:
-    """Raise CheckpointError, listing every name, if the checkpoint lacks tensors or holds others than the table reads.
+    """Raise CheckpointError, listing every name, if the checkpoint lacks tensors, holds others than the table reads, or of other shapes.
 
     A tied head that is in the file all the same must equal the embedding, else the flag is wrong and the file says more.
     """
     wanted = {n for e in table for n in e.theirs}
-    there = checkpoint.tensors()
+    there, have = checkpoint.tensors(), spec.tensors()
     missing = sorted(wanted - there.keys())
     extra = sorted(n for n in there.keys() - wanted if not ignore(n))
     problems = []
@@ -132,6 +137,11 @@ def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint,
         problems.append(f"{len(missing)} missing: {', '.join(missing)}")
     if extra:
         problems.append(f"{len(extra)} unexpected: {', '.join(extra)}")
+    same = [(e.theirs[0], e.ours[0]) for e in table if e.op is SAME and e.theirs[0] in there and e.ours[0] in have]
+    shapes = [(theirs, list(there[theirs].shape), list(have[ours].shape)) for theirs, ours in same]
+    wrong = [f"{name} is {given}, the model has {wanted}" for name, given, wanted in shapes if given != wanted]
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape: {', '.join(wrong)}")
     if problems:
         raise CheckpointError(f"{checkpoint.reference}: the tensors do not fit the model; " + "; ".join(problems))
 
@@ -140,7 +150,7 @@ def fill(model: Model, table: Sequence[Entry], checkpoint: Checkpoint, dtype: to
     """Read the entries below ``prefix`` into a model (whose tensors there may be on the meta device), one entry at a time."""
     kinds = {n: getattr(torch, t.dtype) for n, t in model.spec.tensors().items() if t.dtype}
     for entry in table:
-        if not any(n.startswith(prefix) for n in entry.ours):
+        if not any(below(prefix, n) for n in entry.ours):
             continue
         tensors = entry.op.forward([checkpoint.read(n) for n in entry.theirs])
         for name, tensor in zip(entry.ours, tensors, strict=True):

@@ -15,6 +15,8 @@ from zoo.components.registry import part
 class Eager(Kernel):
     """softmax(q k^T * scale + bias) v with all scores in memory; the reference for every other kernel."""
 
+    softmax = True
+
     def build(self, projection: Projection) -> nn.Module:
         return EagerKernel()
 

@@ -17,5 +17,7 @@ from zoo.components.registry import part
 class EagerNaive(Kernel):
     """exp(x) / sum exp(x) with no maximum subtracted, for teaching: logits above 88 become inf and the output NaN."""
 
+    softmax = True
+
     def build(self, projection: Projection) -> nn.Module:
         return SoftmaxKernel(naive_attention)

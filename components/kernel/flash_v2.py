@@ -22,6 +22,8 @@ class FlashV2(Kernel):
     rows, columns: queries and keys of a tile.
     """
 
+    softmax = True
+
     rows: int = 128
     columns: int = 128
     lse = True

@@ -20,6 +20,8 @@ class Flex(Kernel):
     On the CPU it runs unfused and without gradients (PyTorch offers none there).
     """
 
+    softmax = True
+
     trains_on = frozenset({"cuda"})
 
     def build(self, projection: Projection) -> nn.Module:

@@ -21,6 +21,8 @@ from zoo.components.registry import part
 class Online(Kernel):
     """One pass over blocks of ``block`` keys with a running maximum and sum; memory grows with the block, not the row."""
 
+    softmax = True
+
     block: int = 512
     lse = True
 

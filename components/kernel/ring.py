@@ -17,5 +17,7 @@ from zoo.components.registry import part
 class RingAttention(RingBase):
     """Keys and values go round the processes of a group (``join``); autograd keeps every block. Fields: see RingBase."""
 
+    softmax = True
+
     def build(self, projection: Projection) -> nn.Module:
         return RingModule(self.inner.build(projection), ring)

@@ -17,6 +17,8 @@ from zoo.components.registry import part
 class RingFlashAttention(RingBase):
     """As ``ring``, but keys and values go round again in the backward pass: memory is that of one block. Fields: see RingBase."""
 
+    softmax = True
+
     def refuses(self, ask: Ask) -> list[str]:
         reasons = super().refuses(ask)
         return [*reasons, "has no gradient for the position's bias; use ring"] if ask.bias else reasons

@@ -16,6 +16,8 @@ from zoo.components.registry import part
 class SDPA(Kernel):
     """PyTorch's fused attention; masks are left out wherever the host knows that they say nothing."""
 
+    softmax = True
+
     def build(self, projection: Projection) -> nn.Module:
         return SDPAKernel()
 

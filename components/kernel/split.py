@@ -19,6 +19,8 @@ from zoo.components.registry import part
 class Split(Kernel):
     """Keys in ``parts`` runs, each with a softmax of its own, merged by log-sum-exp: decoding fills the device at batch 1."""
 
+    softmax = True
+
     parts: int = 8
     lse = True
 

@@ -23,6 +23,8 @@ class SplitUnified(Kernel):
     computed again with maxima; in fp32 nothing is lost below about 80.
     """
 
+    softmax = True
+
     parts: int = 8
     center: float = 0.0
     reach: float = 40.0

@@ -77,7 +77,6 @@ class PackedLinear(StoredLinear):
         self.spec, self.inputs, self.outputs = spec, inputs, outputs
         self.form = Form(spec.grid, inputs, outputs)
         self.matmul: PackedMatmul = CANONICAL
-        self._names: tuple[str, ...] = ()
         tensors = spec.own_tensors(inputs, outputs, bias)
         self._keep({n: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for n, t in tensors.items() if t.dtype})
         self.register_parameter("bias", nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None)
@@ -93,7 +92,7 @@ class PackedLinear(StoredLinear):
     @property
     def layout(self) -> Layout:
         """The tensors that are held, the bias aside."""
-        return {name: self.get_buffer(name) for name in self._names}
+        return dict(self._buffers)  # pyright: ignore[reportReturnType] (no buffer is None)
 
     def canonical(self) -> Layout:
         """The tensors as they are stored, named as by the spec's ``own_tensors``."""
@@ -102,7 +101,7 @@ class PackedLinear(StoredLinear):
 
     def prepare(self) -> None:
         """Change to the layout of the product that suits the device. Raises ValueError if a product that was named refuses."""
-        device = self.get_buffer(self._names[0]).device
+        device = next(self.buffers()).device
         if device.type != "meta":
             self._change(choose(self.spec.matmul, self.form, device))
 
@@ -118,11 +117,9 @@ class PackedLinear(StoredLinear):
             self.matmul = matmul
 
     def _keep(self, layout: Layout) -> None:
-        for name in self._names:
-            delattr(self, name)
+        self._buffers.clear()
         for name, tensor in layout.items():
             self.register_buffer(name, tensor)
-        self._names = tuple(layout)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         self._change(CANONICAL)

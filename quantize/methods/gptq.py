@@ -47,14 +47,16 @@ class GPTQ(IntegerQuantizer):
         dead = matrix.diagonal() == 0  # inputs that were always 0: their weights do not matter and must not widen the scales
         matrix.diagonal()[dead] = 1
         weight = weight.masked_fill(dead, 0)
-        order = (
-            matrix.diagonal().argsort(descending=True, stable=True) if self.act_order else torch.arange(len(matrix), device=matrix.device)
-        )
+        order = self._order(matrix.diagonal())
         factor, facts = inverse_factor(matrix[order][:, order], self.damping)
         if factor is None:
             return self._fallback(weight, "not factored")
         codes, scale, zero = self._round(weight, factor, order)
         return Quantized(self.storage.encode(codes, scale, zero), facts)
+
+    def _order(self, sizes: Tensor) -> Tensor:
+        """The order in which inputs are rounded, [K]. sizes: mean squares of the inputs."""
+        return sizes.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(sizes), device=sizes.device)
 
     def _fallback(self, weight: Tensor, why: str) -> Quantized:
         plain = RTN(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_search=self.scale_search)

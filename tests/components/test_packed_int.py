@@ -14,7 +14,7 @@ import zoo
 from zoo.components.contracts import Linear
 from zoo.components.linear.packed_int import PackedInt, PackedLinear
 from zoo.components.numerics import integer
-from zoo.components.ops.packed_matmul import FEW_ROWS, PackedMatmul, choose
+from zoo.components.ops.packed_matmul import PackedMatmul, choose
 from zoo.components.spec import SpecError, check, dump, load
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_every_layout_holds_the_same_weight(name: str, spec: PackedInt) -> None:
 @pytest.mark.parametrize(("name", "spec"), CASES, ids=str)
 def test_every_product_is_near_float64(name: str, spec: PackedInt) -> None:
     module, weight = quantized(with_matmul(spec, name))
-    for shape in ((1, 128), (3, 128), (FEW_ROWS, 128), (FEW_ROWS + 1, 128), (2, 3, 128)):
+    for shape in ((1, 128), (17, 128), (1, 1, 128), (5, 1, 128), (2, 3, 128)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         exact = x.double() @ weight.T
         assert relative(module(x), exact) <= tolerance(exact, x, weight)
@@ -100,8 +100,15 @@ def test_every_product_is_near_float64(name: str, spec: PackedInt) -> None:
 @pytest.mark.parametrize(("name", "spec"), ONE_EACH, ids=str)
 def test_many_rows_are_multiplied_in_float32(name: str, spec: PackedInt) -> None:
     module, weight = quantized(with_matmul(spec, name))
-    x = torch.randn(FEW_ROWS + 1, 128)
+    x = torch.randn(2, 5, 128)
     assert relative(module(x), x.double() @ weight.T) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "spec"), ONE_EACH, ids=str)
+def test_a_row_does_not_depend_on_its_batch(name: str, spec: PackedInt) -> None:
+    module, _ = quantized(with_matmul(spec, name))
+    x = torch.randn(20, 1, 128)
+    torch.testing.assert_close(module(x)[:3], torch.cat([module(row[None]) for row in x[:3]]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "spec"), ONE_EACH, ids=str)

@@ -21,7 +21,6 @@ from zoo.components.numerics.integer import Grid
 from zoo.components.spec import Spec
 
 Layout = dict[str, Tensor]
-FEW_ROWS = 16  # up to here a product that reads few bytes beats unpacking and one float32 product (measured on AVX2)
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,12 @@ def choose(wanted: PackedMatmul | None, form: Form, device: torch.device) -> Pac
 
 
 def few(x: Tensor) -> bool:
-    """Whether an operator for few rows pays and may be used: those have no gradient."""
-    return x.numel() <= FEW_ROWS * x.shape[-1] and not (x.requires_grad and torch.is_grad_enabled())
+    """Whether an operator for few rows pays and may be used: one token of each sequence, without gradient.
+
+    The choice looks at one sequence, never at how many there are, so that a row's result does not depend on its batch.
+    """
+    tokens = x.shape[-2] if x.dim() > 2 else x.numel() // x.shape[-1]
+    return tokens == 1 and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def rows_bfloat16(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,10 +50,13 @@ class TorchInt8(PackedMatmul):
     def product(self, form: Form, layout: Layout, x: Tensor) -> Tensor:
         if not few(x):
             return by_dense(self.dense(form, layout, torch.float32), x)
-        scale = layout["scale"].flatten()
-        ones = scale.new_ones(form.outputs, dtype=torch.bfloat16)
-        sums = torch.ops.aten._weight_int8pack_mm(rows_bfloat16(x), layout["codes"], ones)
-        return (sums * scale).to(x.dtype).view(*x.shape[:-1], form.outputs)
+        sums = torch.ops.aten._weight_int8pack_mm(rows_bfloat16(x), layout["codes"], _ones(form.outputs))
+        return (sums * layout["scale"].view(-1)).to(x.dtype).view(*x.shape[:-1], form.outputs)
 
     def dense(self, form: Form, layout: Layout, dtype: torch.dtype) -> Tensor:
         return integer.dequantize(layout["codes"], layout["scale"], 0, dtype)
+
+
+@cache
+def _ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bfloat16)

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+import zoo.recipes.runner as runner
+from tests.eval.made import make_tiny
+from zoo.components.spec import SpecError
+from zoo.eval.results import load_results
+from zoo.recipes.recipe import Recipe, merge, names, read_recipe
+
+BASE: dict[str, Any] = {
+    "model": "MODEL",
+    "dtype": "float32",
+    "calibration": {"samples": 4, "length": 32},
+    "measure": {"perplexity": {"context": 32, "limit": 4}, "speed": {"prompt_tokens": 8, "new_tokens": 4, "repeats": 1}},
+    "variants": [
+        {"label": "baseline"},
+        {"label": "rtn", "quantizer": {"name": "rtn", "bits": 4, "group_size": 16}},
+        {"label": "gptq", "quantizer": {"name": "gptq", "bits": 4, "group_size": 16}, "rules": ["*.mlp.down=keep"]},
+        {"label": "window", "override": ["layers.*.mixer.pattern={name: window, size: 4}"]},
+    ],
+}
+
+
+def write(folder: Path, name: str = "recipe.yaml", **changes: Any) -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(BASE | changes))
+    return path
+
+
+@pytest.fixture
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+@pytest.mark.parametrize("name", names())
+def test_built_in_recipes_are_valid(name: str) -> None:
+    assert read_recipe(name).variants[0].label == "baseline"
+    assert read_recipe(f"recipes/{name}.yaml") == read_recipe(name)
+
+
+def test_mistakes_come_at_once_with_their_place(tmp_path: Path) -> None:
+    variants = [{"label": "a", "quantizer": {"name": "gptk"}}, {"label": "b", "quantizer": {"name": "rtn", "bitz": 4}}, {"lable": "c"}]
+    with pytest.raises(SpecError) as e:
+        read_recipe(write(tmp_path, variants=variants, dtype="float12"))
+    for line in (
+        "variants.0.quantizer: no quantizer named 'gptk'; did you mean 'gptq'?",
+        "variants.1.quantizer.bitz",
+        "did you mean 'label'?",
+        "dtype",
+    ):
+        assert line in str(e.value)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"variants": [{"label": "a"}, {"label": "a"}]}, "two variants are called 'a'"),
+    ({"variants": []}, "at least one variant"),
+    ({"variants": [{"label": "../a"}]}, r"variants\.0\.label: '\.\./a' names files"),
+    ({"variants": [{"label": ".."}]}, "names files"),
+    ({"measure": {}}, "nothing to measure"),
+    ({"variants": [{"label": "a", "rules": ["x=keep"]}]}, "rules need a quantizer"),
+])  # fmt: skip
+def test_mistakes_that_types_do_not_catch(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        read_recipe(write(tmp_path, **changes))
+
+
+def test_imports_merge_below_and_may_not_loop(tmp_path: Path) -> None:
+    write(tmp_path, "below.yaml", calibration={"samples": 9, "length": 7})
+    above = tmp_path / "above.yaml"
+    above.write_text(yaml.safe_dump({"imports": ["below.yaml"], "calibration": {"samples": 3}, "variants": [{"label": "more"}]}))
+    recipe = read_recipe(above, "calibration.seed=5")
+    assert (recipe.calibration.samples, recipe.calibration.length, recipe.calibration.seed) == (3, 7, 5)
+    assert [v.label for v in recipe.variants] == ["baseline", "rtn", "gptq", "window", "more"]
+    (tmp_path / "loop.yaml").write_text("imports: [loop.yaml]")
+    with pytest.raises(ValueError, match="imports itself"):
+        read_recipe(tmp_path / "loop.yaml")
+
+
+def test_unknown_recipe_gives_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no such recipe; did you mean 'quickstart'"):
+        read_recipe("quickstrat")
+
+
+def test_merge_replaces_lists_and_appends_variants() -> None:
+    assert merge({"a": [1], "b": {"c": 1, "d": 2}, "variants": [1]}, {"a": [2], "b": {"c": 3}, "variants": [2]}) == {
+        "a": [2], "b": {"c": 3, "d": 2}, "variants": [1, 2]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Recipe:
+    return read_recipe(write(tmp_path, model=str(model)))
+
+
+def test_a_key_changes_with_what_matters_only(recipe: Recipe, model: Path, tmp_path: Path) -> None:
+    same = read_recipe(write(tmp_path, "other.yaml", model=str(model), about="another text"))
+    assert runner.key(recipe, 1) == runner.key(same, 1)
+    for edit in ("calibration.seed=1", "measure.perplexity.limit=5", "variants.1.quantizer.bits=3", "dtype=bfloat16"):
+        assert runner.key(read_recipe(write(tmp_path, model=str(model)), edit), 1) != runner.key(recipe, 1)
+    assert runner.key(read_recipe(write(tmp_path, model=str(model)), "variants.2.quantizer.bits=3"), 1) == runner.key(recipe, 1)
+
+
+@pytest.mark.slow
+def test_a_run_writes_everything_and_keeps_what_is_finished(recipe: Recipe, tmp_path: Path, quiet: Console) -> None:
+    out = tmp_path / "out"
+    results = runner.run(recipe, out, console=quiet)
+    assert [v.error for v in results.variants] == [None] * 4
+    assert {"results.json", "report.html", "pareto.png"} <= {p.name for p in out.iterdir()}
+    stored = json.loads((out / "results.json").read_text())
+    for variant in stored["variants"]:
+        for field in (
+            "name",
+            "perplexity",
+            "tasks",
+            "bytes",
+            "bits_per_weight",
+            "decode_tokens_per_s",
+            "prefill_tokens_per_s",
+            "peak_bytes",
+            "spec",
+        ):
+            assert variant[field] is not None, field
+    assert stored["variants"][1]["bits_per_weight"] < 6 < 32 == stored["variants"][0]["bits_per_weight"]
+    assert len(stored["variants"][1]["modules"]) == 14
+    assert len(stored["variants"][2]["modules"]) == 12
+    assert stored["variants"][3]["spec_diff"][0] == ["layers.0:2.mixer.pattern", "causal", "window"]
+    times = {p: p.stat().st_mtime_ns for p in (out / "variants").iterdir()}
+    again = runner.run(recipe, out, console=quiet)
+    assert {p: p.stat().st_mtime_ns for p in (out / "variants").iterdir()} == times
+    assert [v.perplexity for v in again.variants] == [v.perplexity for v in results.variants]
+
+
+@pytest.mark.slow
+def test_a_failing_variant_does_not_stop_the_others(model: Path, tmp_path: Path, quiet: Console) -> None:
+    variants = [
+        {"label": "baseline"},
+        {"label": "bad", "quantizer": {"name": "rtn", "group_size": 7}},
+        {"label": "good", "quantizer": {"name": "rtn", "group_size": 16}},
+    ]
+    results = runner.run(read_recipe(write(tmp_path, model=str(model), variants=variants)), tmp_path / "out", console=quiet)
+    assert results.variants[0].error is results.variants[2].error is None
+    assert "layers.0.mixer.projection.q" in str(results.variants[1].error)
+    assert load_results(tmp_path / "out/results.json").variants[1].error
+
+
+@pytest.mark.slow
+def test_a_killed_run_keeps_finished_variants(model: Path, tmp_path: Path) -> None:
+    path, out = write(tmp_path, model=str(model)), tmp_path / "out"
+    command = [sys.executable, "-c", "from zoo.cli import main; main()", "run", str(path), "--out", str(out)]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    while not list((out / "variants").glob("baseline-*.json")) if (out / "variants").exists() else True:
+        assert first.poll() is None
+        time.sleep(0.2)
+    time.sleep(0.3)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    second = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "baseline: kept from an earlier run" in second.stdout
+    assert len(load_results(out / "results.json").variants) == 4
