@@ -290,7 +290,7 @@ def override(spec: S, *edits: str) -> S:
             continue
         hits: list[str] = []
         misses: list[str] = []
-        spec = _edit(spec, path.strip().split("."), _yaml(raw), "", hits, misses, errors)
+        spec = _edit(spec, path.strip().split("."), read_value(raw), "", hits, misses, errors)
         if not hits:
             errors.append(misses[0] if misses else f"{path}: matches nothing")
     if errors:
@@ -298,7 +298,8 @@ def override(spec: S, *edits: str) -> S:
     return spec
 
 
-def _yaml(raw: str) -> Any:
+def read_value(raw: str) -> Any:
+    """A value written as YAML on one line. Raises SpecError."""
     import yaml
 
     try:

@@ -116,7 +116,9 @@ def perplexity(model: Model, text: Text | None = None, *, context: int | None = 
     """
     began = time.perf_counter()
     material = _read(model, text, joining, bos)
-    context = context or min(USUAL_CONTEXT, model.spec.context)
+    context = min(USUAL_CONTEXT, model.spec.context) if context is None else context
+    if min(1 if x is None else x for x in (stride, limit)) < 1:
+        raise ValueError(f"stride and limit must be at least 1, got stride {stride} and limit {limit}")
     windows, protocol = _plan(material, context, stride, unit, limit)
     words = material.words if sum(len(ids) - first for ids, first in windows) >= material.tokens else None
     if unit == "word" and words is None:

@@ -30,8 +30,13 @@ def windows(model: Model, calibration: Calibration | None, samples: int | None, 
             raise ValueError(
                 f"calibration ids {list(given.shape)} are used as they are; leave out samples and length, or pass one long run of ids"
             )
+        if not given.numel() or given.is_floating_point() or given.dtype == torch.bool:
+            raise ValueError(f"calibration ids must be integers and at least one, got {list(given.shape)} {given.dtype}")
         return _checked(model, given.long())
-    samples, length = samples or SAMPLES, length or min(LENGTH, model.spec.context)
+    samples = SAMPLES if samples is None else samples
+    length = min(LENGTH, model.spec.context) if length is None else length
+    if samples < 1 or length < 1:
+        raise ValueError(f"calibration needs samples and a length of at least 1, got {samples} and {length}")
     ids = tokenize(model, calibration) if given is None else given.long()
     return _checked(model, cut(ids, samples, length, seed))
 

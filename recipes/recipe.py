@@ -138,14 +138,18 @@ def _find(text: str) -> Any:
 
 def _read(path: Any, above: tuple[str, ...]) -> dict[str, Any]:
     """A file's data over that of its imports, later ones over earlier ones; imports are relative to the file."""
-    if str(path) in above:
+    here = str(path.resolve() if isinstance(path, Path) else path)
+    if here in above:
         raise ValueError(f"{path}: imports itself by way of {' -> '.join(above)}")
     data = read_yaml(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a recipe is a mapping, this is a {type(data).__name__}")
     merged: dict[str, Any] = {}
-    for name in data.pop("imports", []):
-        merged = merge(merged, _read(path.parent / name if isinstance(path, Path) else files("zoo.recipes") / name, (*above, str(path))))
+    imports = data.pop("imports", [])
+    if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
+        raise ValueError(f"{path}: imports is a list of file names, not {imports!r}")
+    for name in imports:
+        merged = merge(merged, _read(path.parent / name if isinstance(path, Path) else files("zoo.recipes") / name, (*above, here)))
     return merge(merged, data)
 
 

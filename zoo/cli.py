@@ -67,7 +67,8 @@ def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bflo
     table.add_section()
     table.add_row("total", "", f"{total.parameters:,}", f"{total.bytes:,}")
     console().print(table)
-    console().print(f"{total.bits_per_parameter:.2f} bits per parameter, embeddings included; cache {total.cache_bytes_per_token:,} bytes per token, "
+    console().print(f"{total.bits_per_parameter:.2f} bits per parameter, embeddings included; "
+                    f"cache {total.cache_bytes_per_token:,} bytes per token, "
                     f"{total.cache_bytes_per_token * total.context:,} for a context of {total.context:,}")  # fmt: skip
 
 
@@ -116,11 +117,11 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
                    rule: Annotated[list[str] | None, typer.Option(help="glob=keep or glob={bits: 8}. Repeatable, later ones win.")] = None,
                    text: Annotated[Path | None, typer.Option(help="Calibration text; Python's documentation by default.")] = None,
                    samples: Annotated[int | None, typer.Option(help="Windows of calibration text; 32 for methods that need it.")] = None,
-                   length: Annotated[int | None, typer.Option(help="Tokens of a window; 512.")] = None, seed: int = 0, set: SetOption = None, dtype: DtypeOption = "auto",
+                   length: Annotated[int | None, typer.Option(help="Tokens of a window; 512.")] = None, seed: int = 0,
+                   set: SetOption = None, dtype: DtypeOption = "auto",
                    device: DeviceOption = "cpu", overwrite: bool = False) -> None:  # fmt: skip
     """Quantize a model layer by layer and write it as compressed-tensors; a killed run continues when started again."""
-    import yaml
-
+    from zoo.components.spec import read_value
     from zoo.loading import load
     from zoo.quantize import quantize, verify
     from zoo.saving import save
@@ -133,7 +134,7 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
         name, equals, value = text_of_option.partition("=")
         if not equals or name in options:
             raise ValueError(f"--option {text_of_option}: write name=value, each name once; bits and group size have options of their own")
-        options[name] = yaml.safe_load(value)
+        options[name] = read_value(value)
     loaded = load(model, dtype=dtype, device=device, override=set or (), lazy=True)
     report = quantize(loaded, method, calibration=text, samples=samples, length=length, seed=seed, rules=rule or (), work_dir=work,
                       **options)  # fmt: skip
@@ -222,11 +223,13 @@ def console() -> Any:
 
 
 def main() -> None:
-    """Run a command; a mistake of the user's is one message and exit status 2, a traceback only where ZOO_DEBUG is set."""
+    """Run a command. What goes wrong is one message and exit status 2 (1 for what nobody foresaw); ZOO_DEBUG=1 shows the traceback."""
     try:
         app()
-    except (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, MemoryError) as e:
+    except Exception as e:
         if "ZOO_DEBUG" in os.environ:
             raise
-        typer.secho(f"error: {e}", fg="red", err=True)
-        sys.exit(2)
+        foreseen = isinstance(e, (ValueError, OSError, MemoryError))
+        what = str(e) if foreseen else f"{type(e).__name__}: {e} (ZOO_DEBUG=1 shows where)"
+        typer.secho(f"error: {what}", fg="red", err=True)
+        sys.exit(2 if foreseen else 1)

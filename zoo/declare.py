@@ -45,12 +45,13 @@ def _find(model: str | Path | Mapping[str, Any] | ModelSpec) -> ModelSpec:
 
 def checkpoint_spec(reference: str | Path) -> ModelSpec:
     """The spec that a checkpoint's config declares; no weights are read."""
-    from zoo.checkpoint import read_config
+    from zoo.checkpoint import open_checkpoint, read_config
     from zoo.family import family_for
     from zoo.loading import read_spec
 
     config = read_config(reference)
-    return read_spec(family_for(config, str(reference)), config, str(reference))[0]
+    tensors = open_checkpoint(reference).tensors() if "quantization_config" in config else None
+    return read_spec(family_for(config, str(reference)), config, str(reference), tensors=tensors)[0]
 
 
 def names() -> list[str]:

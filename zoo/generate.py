@@ -218,8 +218,8 @@ class _Job:
 def _job(model: Model, asked: _Asked, sampling: Sampling, limit: int, stop: str | Sequence[str],
          eos: bool | int | Sequence[int]) -> _Job:  # fmt: skip
     """Check and encode everything that was asked for."""
-    if limit < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {limit}")
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {limit!r}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise ValueError("stop: an empty string would end every text before it begins; leave it out")

@@ -142,8 +142,11 @@ class GGUFCheckpoint(Checkpoint):
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in CONFIGS:
             raise CheckpointError(f"{reference}: GGUF architecture {self.architecture!r} is not known; known: {', '.join(sorted(CONFIGS))}")
-        self.config = CONFIGS[self.architecture](self)
-        self._name = self._names()
+        try:
+            self.config = CONFIGS[self.architecture](self)
+            self._name = self._names()
+        except (TypeError, ArithmeticError, AttributeError) as e:
+            raise CheckpointError(f"{reference}: the metadata holds values of the wrong kind: {e}") from None
         self.dtype = torch.float32
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -187,6 +190,10 @@ class GGUFCheckpoint(Checkpoint):
 
     def _names(self) -> dict[str, str]:
         """Name as Hugging Face has it -> name in the file."""
+        if not 0 < self.key("block_count") <= len(self._block):
+            raise CheckpointError(
+                f"{self.reference}: {self.key('block_count')} layers are announced, the file has {len(self._block)} tensors"
+            )
         arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         back = _reverse(TensorNameMap(arch, self.key("block_count")), self.key("block_count"))
         out = {}

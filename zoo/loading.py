@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +16,15 @@ import torch
 from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from zoo.components import registry
 from zoo.components.contracts import Linear, Prepared
-from zoo.components.spec import Spec, SpecError, TensorInfo, check, override
+from zoo.components.spec import Spec, SpecError, TensorInfo, check, dump, override
+from zoo.components.spec import load as load_spec
 from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 from zoo.weights import Entry, below, check_names, entries, fill, linear_names, linears
 
 GIB = 1 << 30
+MOST_LAYERS = 10_000
 
 
 @dataclass
@@ -65,7 +68,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     checkpoint = open_checkpoint(reference)
     family = family_for(checkpoint.config, checkpoint.reference)
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
-    spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override)
+    spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
     table = entries(spec, family.rules(spec), format)
     check_names(spec, table, checkpoint, lambda name: family.ignores(name) or tied_copy(spec, table, checkpoint, name))
     if not lazy:
@@ -88,24 +91,38 @@ def finish(model: Model, prefix: str) -> None:
             module.prepare()
 
 
-def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: Sequence[str] = ()) -> tuple[ModelSpec, Format | None]:
-    """The spec that a checkpoint declares, with its quantized storages and the overrides; checked."""
+def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: Sequence[str] = (),
+              tensors: Mapping[str, TensorInfo] | None = None) -> tuple[ModelSpec, Format | None]:  # fmt: skip
+    """The spec that a checkpoint declares, with its quantized storages and the overrides; checked.
+
+    tensors: those of the files, which a quantized checkpoint's storages depend on.
+    """
+    format = None
     try:
-        spec = family.read(config)
+        check_count(config, tensors)
+        spec = load_spec(ModelSpec, dump(family.read(config)))  # checks the types of what the config gave
+        if config.get("quantization_config"):
+            format = format_for(config["quantization_config"], reference)
+            spec = quantized_spec(spec, family, format, config["quantization_config"], tensors or {})
     except KeyError as e:
         raise CheckpointError(f"{reference}: config.json has no {e.args[0]}") from None
-    except ValueError as e:
-        raise CheckpointError(f"{reference}: {e}") from None
-    quantization = config.get("quantization_config")
-    format = None
-    if quantization:
-        format = format_for(quantization, reference)
-        spec = quantized_spec(spec, family, format, quantization, checkpoint)
+    except SpecError as e:
+        raise CheckpointError(f"{reference}: config.json gives values that no model can have: {'; '.join(e.errors[:8])}") from None
+    except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as e:
+        raise CheckpointError(f"{reference}: config.json cannot be understood: {e}") from None
     spec = override(spec, *edits)
     problems = check(spec)
     if problems:
         raise SpecError(problems)
     return spec, format
+
+
+def check_count(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo] | None) -> None:
+    """Raise ValueError for a number of layers that the files cannot hold, before a spec of that many is made."""
+    layers = config.get("num_hidden_layers", 1)
+    most = MOST_LAYERS if tensors is None else len(tensors)
+    if isinstance(layers, int) and not 0 < layers <= most:
+        raise ValueError(f"num_hidden_layers is {layers}, the files have {most} tensors" if tensors else f"num_hidden_layers is {layers}")
 
 
 def format_for(quantization: dict[str, Any], reference: str) -> Format:
@@ -119,11 +136,12 @@ def format_for(quantization: dict[str, Any], reference: str) -> Format:
     raise CheckpointError(f"{reference}: quant_method {method!r} is not supported; supported: {known}")
 
 
-def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any], checkpoint: Checkpoint) -> ModelSpec:
+def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any],
+                   stored: Mapping[str, TensorInfo]) -> ModelSpec:  # fmt: skip
     """The spec with the storage that the quantization config gives each linear module."""
     names = linear_names(entries(spec, family.rules(spec)))
     tensors: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in checkpoint.tensors().items():
+    for name, info in stored.items():
         module, _, leaf = name.rpartition(".")
         tensors.setdefault(module, {})[leaf] = info
     tie = spec.head.tie()

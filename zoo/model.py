@@ -235,7 +235,12 @@ class Model(nn.Module):
         Logits of padding are meaningless. Raises ValueError for ids that are not [B, T] int64 or outside the vocabulary.
         """
         step = self.step(ids, lengths, positions, cache)
-        x = self.hidden(ids, step, self.spec.cache.without() if cache is None else cache)
+        try:
+            x = self.hidden(ids, step, self.spec.cache.without() if cache is None else cache)
+        except BaseException:
+            if cache is not None and any(cache.pending):
+                cache.commit([0] * len(cache.length))  # what a call that failed half-way wrote must not be taken for tokens
+            raise
         if cache is not None:
             cache.commit()
         x = self.head.pool(x, step)

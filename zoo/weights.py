@@ -19,6 +19,7 @@ from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 
 Tensors = list[Tensor]
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,10 @@ def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, devic
     assert slot is not None
     if slot.shape != tensor.shape:
         raise CheckpointError(f"{where}: shape {list(tensor.shape)}, but the model's {name} is {list(slot.shape)}")
+    if slot.is_floating_point() and tensor.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{where}: {tensor.dtype} where the model's {name} has floats; a quantized checkpoint needs quantization_config"
+        )
     kind = dtype if old is not None else slot.dtype
     tensor = tensor.to(device=device, dtype=kind, copy=True)  # one copy straight from the mapped file to its place
     if leaf in module._parameters:

@@ -15,6 +15,7 @@ from tests.zoo.oracle import llama_checkpoint
 from zoo import loading
 from zoo.checkpoint import CheckpointError, open_checkpoint
 from zoo.gguf_file import read_header
+from zoo.weights import materialize
 
 
 @pytest.fixture
@@ -204,3 +205,66 @@ def test_bad_gguf_headers(tmp_path: Path, data: bytes, message: str) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         read_header(path)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("vocab_size", None), ("hidden_size", "64"), ("num_hidden_layers", 10**9), ("num_attention_heads", [4]), ("head_dim", "8"),
+    ("intermediate_size", -1), ("rope_parameters", 5), ("hidden_act", []), ("rms_norm_eps", "x"), ("quantization_config", "x"),
+    ("num_hidden_layers", 0), ("max_position_embeddings", None), ("num_key_value_heads", 0),
+])  # fmt: skip
+def test_config_fields_of_the_wrong_kind(folder: Path, field: str, value: object) -> None:
+    edit_config(folder, **{field: value})
+    with pytest.raises(ValueError, match=r"config\.json|layers\.0|num_hidden_layers|tensors"):
+        zoo.load(folder)
+
+
+def test_every_tensor_of_the_wrong_shape_is_named(folder: Path) -> None:
+    edit_tensors(folder, model__norm__weight=torch.ones(31), model__layers__0__input_layernorm__weight=torch.ones(30))
+    with pytest.raises(CheckpointError, match=r"2 of another shape.*model\.layers\.0\.input_layernorm|2 of another shape.*model\.norm"):
+        zoo.load(folder, lazy=True)
+
+
+def test_integers_are_no_weights(folder: Path) -> None:
+    edit_tensors(folder, model__norm__weight=torch.ones(32, dtype=torch.int8))
+    with pytest.raises(CheckpointError, match=r"int8 where the model's norm\.weight has floats"):
+        zoo.load(folder)
+
+
+def test_what_a_failed_call_wrote_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load(folder)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    cache = model.new_cache(1)
+    model(ids[:, :2], cache=cache)
+    with monkeypatch.context() as m:
+        m.setattr(model.layers[1].mlp, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, 2:], cache=cache)
+    cache.check()
+    torch.testing.assert_close(model(ids[:, 2:], cache=cache), model(ids)[:, 2:])
+
+
+def test_a_prefix_is_a_whole_name(tmp_path: Path) -> None:
+    llama_checkpoint(tmp_path / "m", num_hidden_layers=12)
+    model = zoo.load(tmp_path / "m", lazy=True)
+    materialize(model, "layers.1")
+    assert {n.split(".")[1] for n, p in model.named_parameters() if not p.is_meta} == {"1"}
+
+
+@pytest.mark.parametrize(
+    "path", ["layers.*.mixer.kernel=linear", "layers.*.mixer.kernel=softcap", "cache=int8", "layers.*.mixer.kernel=flash_v2"]
+)
+def test_what_changes_the_function_is_saved(folder: Path, tmp_path: Path, path: str) -> None:
+    model = zoo.load(folder, override=[path])
+    saved = zoo.save(model, tmp_path / "again")
+    back, ids = zoo.load(tmp_path / "again"), torch.tensor([[5, 6, 7, 8, 9]])
+    torch.testing.assert_close(back(ids), model(ids))
+    assert back.spec.cache == model.spec.cache
+    assert (saved.transformers is None) == ("flash" in path)
+
+
+def test_a_container_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert loading.container_bytes(tmp_path) == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert loading.container_bytes(tmp_path) > 1 << 60

@@ -1,0 +1,94 @@
+"""Every command on a small model, and mistakes as one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zoo
+from tests.eval.made import make_tiny
+from zoo import cli
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny(folder)
+    return str(folder)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """(exit status, output, errors) of a command line."""
+    monkeypatch.setattr("sys.argv", ["zoo", *words])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as e:
+        status = int(e.code or 0)
+    found = capsys.readouterr()
+    return status, found.out, found.err
+
+
+@pytest.fixture
+def zoo_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    return lambda *words: run(monkeypatch, capsys, *words)
+
+
+def test_list_and_show_and_diff(zoo_command, model: str) -> None:
+    status, out, _ = zoo_command("list", "pattern")
+    assert status == 0
+    assert "window" in out
+    status, out, _ = zoo_command("show", model, "--set", "layers.1.mixer.pattern={name: window, size: 8}")
+    assert status == 0
+    assert "layers.1.mixer.pattern" in out
+    assert "bits per parameter" in out
+    status, out, _ = zoo_command("diff", "llama3-8b", "llama3.1-8b")
+    assert "layers.0:32.mixer.position.scaling" in out
+
+
+def test_generate(zoo_command, model: str) -> None:
+    status, out, _ = zoo_command("generate", model, "a b", "--max-new-tokens", "4")
+    assert status == 0
+    assert out.endswith("\n")
+
+
+def test_quantize_writes_a_verified_folder(zoo_command, model: str, tmp_path: Path) -> None:
+    out = tmp_path / "int4"
+    status, text, err = zoo_command("quantize", model, "rtn", "--out", str(out), "--group-size", "16", "--rule", "*.down=keep")
+    assert status == 0, err
+    assert json.loads((out / "quantization_report.json").read_text())["totals"]["modules"] == 12
+    assert zoo.load(out).spec.layers[0].mixer.projection.q.name == "packed_int"
+    assert not out.with_name("int4.work").exists()
+    status, _, err = zoo_command("quantize", model, "rtn", "--out", str(out))
+    assert status == 2
+    assert "is not empty" in err
+
+
+def test_eval_and_bench(zoo_command, model: str, tmp_path: Path) -> None:
+    status, _, err = zoo_command("eval", model, "--context", "16", "--json", str(tmp_path / "r.json"))
+    assert status == 0, err
+    assert json.loads((tmp_path / "r.json").read_text())["variants"][0]["perplexity"] > 1
+    status, out, err = zoo_command("bench", model, "--prompt-tokens", "8", "--new-tokens", "2", "--repeats", "1")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["show", "./nowhere"], "nothing is there"),
+    (["list", "norms"], "did you mean 'norm'"),
+    (["generate", "MODEL", "x", "--set", "layers.*.mixer.kernel=sdpaa"], "did you mean 'sdpa'"),
+    (["quantize", "MODEL", "gptk", "--out", "OUT"], "did you mean 'gptq'"),
+    (["quantize", "MODEL", "rtn", "--out", "OUT", "--option", "bits=3"], "write name=value"),
+    (["quantize", "MODEL", "rtn", "--out", "OUT", "--option", "foo"], "write name=value"),
+    (["quantize", "MODEL", "rtn", "--out", "OUT", "--option", "x={"], "not YAML"),
+    (["quantize", "MODEL", "rtn", "--out", "OUT", "--group-size", "7"], "7"),
+    (["run", "quickstrat", "--out", "OUT"], "did you mean 'quickstart'"),
+    (["eval", "MODEL", "--context", "0"], "context must be at least 2"),
+])  # fmt: skip
+def test_mistakes_are_one_message(zoo_command, model: str, tmp_path: Path, words: list[str], message: str) -> None:
+    given = [{"MODEL": model, "OUT": str(tmp_path / "out")}.get(w, w) for w in words]
+    status, _, err = zoo_command(*given)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
