@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= 2
+TESTS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -27,7 +28,7 @@ demo: setup
 test: MARKS ?= not slow and not nightly
 test-all: MARKS ?=
 test test-all: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check
