@@ -56,7 +56,7 @@ def test_generate(zoo_command, model: str) -> None:
 
 def test_quantize_writes_a_verified_folder(zoo_command, model: str, tmp_path: Path) -> None:
     out = tmp_path / "int4"
-    status, text, err = zoo_command("quantize", model, "rtn", "--out", str(out), "--group-size", "16", "--rule", "*.down=keep")
+    status, _, err = zoo_command("quantize", model, "rtn", "--out", str(out), "--group-size", "16", "--rule", "*.down=keep")
     assert status == 0, err
     assert json.loads((out / "quantization_report.json").read_text())["totals"]["modules"] == 12
     assert zoo.load(out).spec.layers[0].mixer.projection.q.name == "packed_int"
@@ -70,7 +70,7 @@ def test_eval_and_bench(zoo_command, model: str, tmp_path: Path) -> None:
     status, _, err = zoo_command("eval", model, "--context", "16", "--json", str(tmp_path / "r.json"))
     assert status == 0, err
     assert json.loads((tmp_path / "r.json").read_text())["variants"][0]["perplexity"] > 1
-    status, out, err = zoo_command("bench", model, "--prompt-tokens", "8", "--new-tokens", "2", "--repeats", "1")
+    status, _, err = zoo_command("bench", model, "--prompt-tokens", "8", "--new-tokens", "2", "--repeats", "1")
     assert status == 0, err
 
 
