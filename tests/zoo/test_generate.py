@@ -166,7 +166,7 @@ def test_conversations(model: Model):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("a", {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
         ("a", {"temperature": -1}, "temperature must be at least 0"),
         ("a", {"top_k": 3}, "temperature above 0"),
         ("a", {"stop": ""}, "empty string"),
