@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.components.contracts import Linear
+from zoo.components.contracts import Linear, Prepared
+from zoo.components.ops.few_rows import FEW, PARTS, by_columns, few_rows
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo
+
+SMALL = 1 << 16  # weights that the processor's own cache holds gain nothing from an arrangement
 
 
 @part(Linear, "dense", source="torch.nn.Linear")
@@ -25,8 +30,13 @@ class Dense(Linear):
         return DenseLinear(inputs, outputs, bias)
 
 
-class DenseLinear(nn.Linear):
-    """[..., inputs] -> [..., outputs]."""
+class DenseLinear(nn.Linear, Prepared):
+    """[..., inputs] -> [..., outputs].
+
+    The weight lies row by row, or column by column where that reads faster for the few rows of decoding; only its strides tell.
+    """
+
+    prepared = False  # once it was, every move and cast looks anew which way to lie
 
     @property
     def inputs(self) -> int:
@@ -38,3 +48,30 @@ class DenseLinear(nn.Linear):
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         return self.weight if dtype is None else self.weight.to(dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if 0 < input.numel() <= FEW * self.in_features and by_columns(self.weight):
+            y = few_rows(input.reshape(-1, self.in_features), self.weight).view(*input.shape[:-1], self.out_features)
+            return y if self.bias is None else y + self.bias
+        return F.linear(input, self.weight, self.bias)
+
+    def prepare(self) -> None:
+        weight = self.weight
+        if weight.device.type == "meta" or weight.untyped_storage().nbytes() != weight.nbytes:
+            return  # a view of something larger (stacked experts) stays where it is
+        self.prepared = True
+        if self._wants_columns():
+            weight.data = weight.data.t().contiguous().t()
+        else:
+            weight.data = weight.data.contiguous()
+
+    def _wants_columns(self) -> bool:
+        weight = self.weight
+        suits = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
+        return suits and weight.numel() >= SMALL and self.in_features % PARTS == 0
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DenseLinear:
+        super()._apply(fn, recurse)
+        if self.prepared:
+            self.prepare()
+        return self
