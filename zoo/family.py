@@ -52,7 +52,8 @@ class Family(Spec):
     def rules(self, spec: ModelSpec) -> list[Rule]:
         """The weight table; rules for tensors that the spec does not have are left out by the caller."""
 
-    def ignores(self, name: str) -> bool:
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        """Whether a tensor that is in the files is no weight of the model."""
         return re.fullmatch(self.ignored, name) is not None
 
 

@@ -70,7 +70,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
     spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
     table = entries(spec, family.rules(spec), format)
-    check_names(spec, table, checkpoint, lambda name: family.ignores(name) or tied_copy(spec, table, checkpoint, name))
+    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name))
     if not lazy:
         check_memory(spec, kind, place, checkpoint.reference)
     with torch.device("meta"):

@@ -35,7 +35,11 @@ SAME = Op(list, list)
 
 @dataclass(frozen=True)
 class Rule:
-    """theirs (names on disk) <-> ours (names in the model); ``{l}`` runs over the layers."""
+    """theirs (names on disk) <-> ours (names in the model); ``{l}`` runs over the layers, ``{e}`` over the experts of a layer.
+
+    ``{e}`` on both sides makes an entry for each expert. On our side alone, the tensors of all experts are one entry: every expert's
+    for the first of ``ours``, then every expert's for the second, and so on. The operations are in zoo.layouts.
+    """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -74,10 +78,23 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
 
 
 def written_out(spec: ModelSpec, rules: Iterable[Rule]) -> list[Entry]:
-    """Every rule for every layer, whether or not the spec has the tensors."""
-    layers = range(len(spec.layers))
-    return [Entry(tuple(n.format(l=l) for n in r.theirs), tuple(n.format(l=l) for n in r.ours), r.op)
-            for r in rules for l in (layers if "{l}" in r.ours[0] else [0])]  # fmt: skip
+    """Every rule for every layer and expert, whether or not the spec has the tensors."""
+    counts = [len(getattr(layer.mlp, "experts", ())) for layer in spec.layers]
+    return [e for r in rules for l in (range(len(counts)) if "{l}" in r.ours[0] else [0]) for e in _for_layer(r, l, counts[l])]
+
+
+def _for_layer(rule: Rule, l: int, experts: int) -> Iterator[Entry]:
+    if "{e}" not in rule.ours[0]:
+        yield Entry(_named(rule.theirs, l), _named(rule.ours, l), rule.op)
+    elif any("{e}" in name for name in rule.theirs):
+        yield from (Entry(_named(rule.theirs, l, e), _named(rule.ours, l, e), rule.op) for e in range(experts))
+    elif experts:
+        ours = tuple(name.format(l=l, e=e) for name in rule.ours for e in range(experts))
+        yield Entry(_named(rule.theirs, l), ours, rule.op)
+
+
+def _named(names: Sequence[str], l: int, e: int = 0) -> tuple[str, ...]:
+    return tuple(name.format(l=l, e=e) for name in names)
 
 
 def linears(spec: Spec, *at: object, path: str = "") -> Iterator[tuple[str, Child]]:

@@ -1,0 +1,209 @@
+"""What decoder families share: a model put together axis by axis, each of which a family may say differently.
+
+A family derives from Decoder and overrides the axes in which it differs, each as a pair: a method that reads config.json, and the one
+named ``..._fields`` that says it back. ``modules`` is its table of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from zoo.components.contracts import MLP, Embed, Head, Kernel, Norm, Pattern, Position, Projection, Wiring
+from zoo.components.embed.tokens import Tokens
+from zoo.components.head.lm import LMHead
+from zoo.components.kernel.sdpa import SDPA
+from zoo.components.mlp.gated import Gated
+from zoo.components.norm.rms import RMS
+from zoo.components.pattern.causal import Causal
+from zoo.components.pattern.window import Window
+from zoo.components.position.rope import Rope
+from zoo.components.projection.gqa import GroupedQuery
+from zoo.components.wiring.pre import Pre
+from zoo.families._rope import read_rope, write_rope
+from zoo.family import Family, expect
+from zoo.model import LayerSpec, MixerSpec, ModelSpec
+from zoo.weights import Rule
+
+Config = Mapping[str, Any]
+Fields = dict[str, Any]
+ACTIVATION = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+ATTENTION = {f"mixer.projection.{n}": f"self_attn.{n}_proj" for n in "qkvo"}
+GATED = {f"mlp.{n}": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+PRE_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Family):
+    """As LLaMA where a family does not say otherwise.
+
+    prefix: before the names of all but the head. modules: our module -> theirs within a layer; weight and bias follow. layers,
+    final_norm, table: names below the prefix. out: the head's name. activation_key: where config.json names the activation.
+    spelling: this family's words for config fields, by the usual word.
+    """
+
+    prefix: ClassVar[str] = "model."
+    modules: ClassVar[Mapping[str, str]] = {**ATTENTION, **GATED, **PRE_NORMS}
+    layers: ClassVar[str] = "layers"
+    final_norm: ClassVar[str] = "norm"
+    table: ClassVar[str] = "embed_tokens"
+    out: ClassVar[str] = "lm_head"
+    activation_key: ClassVar[str] = "hidden_act"
+    spelling: ClassVar[Mapping[str, str]] = {}
+
+    # ---- config.json -> spec
+
+    def read(self, config: Config) -> ModelSpec:
+        config = {**config, **{usual: config[own] for usual, own in self.spelling.items() if own in config}}
+        return ModelSpec(
+            width=config["hidden_size"],
+            context=config.get("max_position_embeddings", 2048),
+            embed=self.embed(config),
+            layers=tuple(self.layer(config, l) for l in range(config["num_hidden_layers"])),
+            norm=self.norm(config),
+            head=self.head(config),
+            checkpoint=self.name,
+        )
+
+    def layer(self, config: Config, l: int) -> LayerSpec:
+        mixer = MixerSpec(projection=self.projection(config, l), position=self.position(config, l), pattern=self.pattern(config, l),
+                          kernel=self.kernel(config, l))  # fmt: skip
+        return LayerSpec(mixer=mixer, mlp=self.mlp(config, l), norm=self.norm(config), wiring=self.wiring(config))
+
+    def embed(self, config: Config) -> Embed:
+        return Tokens(vocab=config["vocab_size"])
+
+    def projection(self, config: Config, l: int) -> Projection:
+        return GroupedQuery(
+            **heads(config), bias=bool(config.get("attention_bias", False)), out_bias=bool(config.get("attention_bias", False))
+        )
+
+    def position(self, config: Config, l: int) -> Position:
+        return read_rope(config, heads(config)["head_dim"])
+
+    def pattern(self, config: Config, l: int) -> Pattern:
+        return Causal()
+
+    def kernel(self, config: Config, l: int) -> Kernel:
+        return SDPA()
+
+    def mlp(self, config: Config, l: int) -> MLP:
+        bias = bool(config.get("mlp_bias", False))
+        return Gated(hidden=config["intermediate_size"], activation=activation(config, self.activation_key), bias=bias)
+
+    def norm(self, config: Config) -> Norm:
+        return RMS(eps=config.get("rms_norm_eps", 1e-6))
+
+    def wiring(self, config: Config) -> Wiring:
+        return Pre()
+
+    def head(self, config: Config) -> Head:
+        return LMHead(tied=bool(config.get("tie_word_embeddings", False)))
+
+    # ---- spec -> config.json
+
+    def fields(self, spec: ModelSpec, config: Config) -> Fields:
+        first = spec.layers[0]
+        found = {
+            "hidden_size": spec.width,
+            "num_hidden_layers": len(spec.layers),
+            "max_position_embeddings": spec.context,
+            **self.embed_fields(spec.embed),
+            **self.projection_fields(first.mixer.projection),
+            **self.position_fields(spec, config),
+            **self.pattern_fields(spec, config),
+            **self.kernel_fields(first.mixer.kernel),
+            **self.mlp_fields(first.mlp),
+            **self.norm_fields(first.norm),
+            **self.wiring_fields(first.wiring),
+            **self.head_fields(spec.head),
+        }
+        return {self.spelling.get(word, word): value for word, value in found.items()}
+
+    def embed_fields(self, embed: Embed) -> Fields:
+        return {"vocab_size": expect(embed, Tokens).vocab}
+
+    def projection_fields(self, projection: Projection) -> Fields:
+        p = expect(projection, GroupedQuery)
+        return {"num_attention_heads": p.heads, "num_key_value_heads": p.kv_heads, "head_dim": p.head_dim, "attention_bias": p.bias}
+
+    def position_fields(self, spec: ModelSpec, config: Config) -> Fields:
+        mixer = spec.layers[0].mixer
+        return write_rope(expect(mixer.position, Rope), config, mixer.projection.rotary_width)
+
+    def pattern_fields(self, spec: ModelSpec, config: Config) -> Fields:
+        return {}
+
+    def kernel_fields(self, kernel: Kernel) -> Fields:
+        return {}
+
+    def mlp_fields(self, mlp: MLP) -> Fields:
+        mlp = expect(mlp, Gated)
+        return {"intermediate_size": mlp.hidden, self.activation_key: activation_name(mlp.activation), "mlp_bias": mlp.bias}
+
+    def norm_fields(self, norm: Norm) -> Fields:
+        return {"rms_norm_eps": expect(norm, RMS).eps}
+
+    def wiring_fields(self, wiring: Wiring) -> Fields:
+        return {}
+
+    def head_fields(self, head: Head) -> Fields:
+        return {"tie_word_embeddings": expect(head, LMHead).tied}
+
+    # ---- names
+
+    def rules(self, spec: ModelSpec) -> list[Rule]:
+        return [
+            Rule.same(f"{self.prefix}{self.table}.weight", "embed.weight"),
+            *self.layer_rules(spec),
+            *same({"norm": f"{self.prefix}{self.final_norm}", "head.out": self.out}),
+        ]
+
+    def layer_rules(self, spec: ModelSpec) -> list[Rule]:
+        """The rules of the layers; tensors that the spec does not have are left out by the caller."""
+        return same({f"layers.{{l}}.{ours}": f"{self.layer_prefix}{theirs}" for ours, theirs in self.modules.items()})
+
+    @property
+    def layer_prefix(self) -> str:
+        return f"{self.prefix}{self.layers}.{{l}}."
+
+
+def same(modules: Mapping[str, str], leaves: Iterable[str] = ("weight", "bias")) -> list[Rule]:
+    """Rules for modules (ours -> theirs) whose tensors are the same on both sides."""
+    return [Rule.same(f"{theirs}.{leaf}", f"{ours}.{leaf}") for ours, theirs in modules.items() for leaf in leaves]
+
+
+def heads(config: Config) -> dict[str, int]:
+    """heads, kv_heads and head_dim, with the usual defaults."""
+    count = config["num_attention_heads"]
+    return {"heads": count, "kv_heads": config.get("num_key_value_heads") or count,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // count}  # fmt: skip
+
+
+def activation(config: Config, key: str = "hidden_act") -> Any:
+    word = config.get(key, "silu")
+    if word not in ACTIVATION:
+        raise ValueError(f"{key} {word!r} is not supported; supported: {', '.join(ACTIVATION)}")
+    return ACTIVATION[word]
+
+
+def activation_name(ours: str) -> str:
+    return {mine: theirs for theirs, mine in reversed(ACTIVATION.items())}.get(ours, ours)
+
+
+def windowed(config: Config, l: int) -> Pattern:
+    """A sliding window where ``layer_types`` says so, or in every layer where there are no types but a window."""
+    types, window = config.get("layer_types"), config.get("sliding_window")
+    slides = window is not None and (types[l] == "sliding_attention" if types else True)
+    return Window(size=window) if slides else Causal()
+
+
+def window_fields(spec: ModelSpec) -> Fields:
+    """``sliding_window`` and ``layer_types`` of a model whose layers are causal or windowed."""
+    patterns = [layer.mixer.pattern for layer in spec.layers]
+    sizes = {p.size for p in patterns if isinstance(p, Window)}
+    if len(sizes) > 1:
+        raise ValueError(f"the config can only say one window, the layers have {sorted(sizes)}")
+    types = ["sliding_attention" if isinstance(p, Window) else "full_attention" for p in patterns]
+    return {"sliding_window": next(iter(sizes), None), "layer_types": types}
