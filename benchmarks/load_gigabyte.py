@@ -1,0 +1,76 @@
+"""Loading a random checkpoint of a gigabyte against transformers: seconds and peak memory, each in a fresh process, in turns.
+
+    python benchmarks/load_gigabyte.py [--out benchmarks/results/load_gigabyte.json] [--rounds 5]
+
+The checkpoint is a LLaMA with random bfloat16 weights in two shards, written once; files are in the page cache for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from zoo.eval.environment import describe_environment
+from zoo.eval.results import write_atomic
+
+CHILD = """
+import resource, sys, time, torch
+{imports}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+began = time.perf_counter()
+model = {load}
+seconds = time.perf_counter() - began
+held = sum(p.nbytes for p in {{id(p): p for p in model.parameters()}}.values())
+with torch.no_grad():
+    total = sum(float(p.sum()) for p in model.parameters())  # every page is really there
+print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, held)
+"""
+OURS = CHILD.format(imports="import zoo, zoo.loading, zoo.families.llama", load="zoo.load(sys.argv[1], dtype='bfloat16')")
+THEIRS = CHILD.format(imports="from transformers import LlamaForCausalLM as M", load="M.from_pretrained(sys.argv[1], dtype=torch.bfloat16)")
+
+
+def write_checkpoint(folder: Path) -> int:
+    """A LLaMA of about 10^9 bytes; returns its size."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+                         vocab_size=32000)  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(folder, max_shard_size="600MB")
+    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+
+
+def child(code: str, folder: Path) -> dict[str, float]:
+    out = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True).stdout
+    seconds, peak, held = map(float, out.split()[-3:])
+    return {"seconds": seconds, "peak_bytes": peak, "model_bytes": held}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "load_gigabyte.json")
+    parser.add_argument("--rounds", type=int, default=5)
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        size = write_checkpoint(folder)
+        rounds = [{"zoo": child(OURS, folder), "transformers": child(THEIRS, folder)} for _ in range(a.rounds)]
+    results = {
+        "environment": describe_environment(),
+        "checkpoint_bytes": size,
+        "rounds": rounds,
+        "transformers_over_zoo_seconds": statistics.median(r["transformers"]["seconds"] / r["zoo"]["seconds"] for r in rounds),
+        "zoo_peak_over_model": max(r["zoo"]["peak_bytes"] / r["zoo"]["model_bytes"] for r in rounds),
+        "transformers_peak_over_model": max(r["transformers"]["peak_bytes"] / r["transformers"]["model_bytes"] for r in rounds),
+    }
+    write_atomic(a.out, (json.dumps(results, indent=1) + "\n").encode())
+    print(json.dumps({k: v for k, v in results.items() if k not in ("environment", "rounds")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

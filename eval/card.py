@@ -1,0 +1,106 @@
+"""The model card of a published checkpoint, written from what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zoo.checkpoint import is_hub_id
+from zoo.eval.results import Results, Variant, load_results
+from zoo.eval.summary import NOT_MEASURED, summarize
+
+TEMPLATES = Path(__file__).parent / "templates"
+SHOWN = ("results.json", "report.html", "pareto.png")  # what a run of a recipe leaves beside the models
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe's run that made a checkpoint. folder: of the run. results: what it measured. label: of the variant published."""
+
+    folder: Path
+    results: Results
+    label: str
+
+    @property
+    def variant(self) -> Variant:
+        return next(v for v in self.results.variants if v.name == self.label)
+
+    def files(self) -> dict[str, Path]:
+        """What goes beside the checkpoint: results, report and picture, those that there are."""
+        return {name: self.folder / name for name in SHOWN if (self.folder / name).is_file()}
+
+
+def run_of(folder: Path, results: Path | None = None) -> Run | None:
+    """The run that wrote a checkpoint folder: ``results`` (its folder or file), or where RUN/models/LABEL lies; None where there is none.
+
+    Raises ValueError where the results name no variant of the folder's name.
+    """
+    if results is None:
+        beside = folder.resolve().parent.parent / "results.json"
+        if folder.resolve().parent.name != "models" or not beside.is_file():
+            return None
+        results = beside
+    path = results / "results.json" if results.is_dir() else results
+    found, label = load_results(path), folder.resolve().name
+    names = [v.name for v in found.variants]
+    if label not in names:
+        raise ValueError(f"{path} has no variant {label!r} (it has {', '.join(names)}); the folder's name must be the variant's label")
+    return Run(path.parent, found, label)
+
+
+def write_card(folder: Path, name: str, run: Run | None = None, base: str | None = None) -> str:
+    """The card (Markdown with the hub's header) of the checkpoint in ``folder`` as it will be ``name`` on the hub.
+
+    run: what was measured, for table, picture and recipe. base: the model that it was made of, by default the recipe's.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = base or (str(run.results.recipe.get("model")) if run else None)
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    return environment.get_template("card.md.jinja").render(
+        name=name,
+        header=header(config, model),
+        base=model,
+        loaders=loaders(config),
+        quantization=config.get("quantization_config"),
+        run=run,
+        recipe=json.dumps(run.results.recipe, indent=2) if run else None,
+        table=table(run.results, run.label) if run else None,
+    )
+
+
+def header(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:
+    """What the hub reads: only what is known."""
+    tags = ["modular-zoo", *([str(config["quantization_config"].get("quant_method"))] if config.get("quantization_config") else [])]
+    found: dict[str, Any] = {"tags": tags}
+    if base and is_hub_id(base):
+        found["base_model"] = base.partition("@")[0]
+    if "transformers" in loaders(config):
+        found["library_name"] = "transformers"
+    return found
+
+
+def loaders(config: Mapping[str, Any]) -> list[str]:
+    """What loads a checkpoint of this config.json: one whose spec is in it, zoo alone."""
+    return ["zoo"] if "zoo_spec" in config else ["zoo", "transformers", "vllm"]
+
+
+def table(results: Results, label: str) -> str:
+    """The comparison as a Markdown table, the published variant in bold."""
+    summary = summarize(results)
+    rows = [["", *(c.title for c in summary.columns)], ["---"] * (1 + len(summary.columns))]
+    for i, name in enumerate(summary.names):
+        cells = [column.cells[i].text or NOT_MEASURED for column in summary.columns]
+        rows.append([f"**{name}**" if name == label else name, *cells])
+    return "\n".join(f"| {' | '.join(_cell(c) for c in row)} |" for row in rows)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
