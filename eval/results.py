@@ -33,20 +33,26 @@ class ResultsError(ValueError):
 class Variant:
     """One model of a comparison. None is "not measured" everywhere.
 
-    tasks: by name, each metric by name and the keys of ABOUT_A_TASK; stderr and higher_is_better are by metric. bytes: weights in
-    memory. bits_per_weight: of the linear modules in the layers. spec_diff: (path, baseline, here). modules: rows of the quantizer.
-    measured: the protocol of each figure: ``perplexity`` (a Perplexity), ``tasks`` (settings, items by task and metric), ``speed``
-    (a Speed, with its ``ratio`` where it ran beside the baseline), ``memory``, ``peak``. error: why it failed.
+    perplexity: at the first context that was measured; perplexities: at the further ones, by tokens of a window. tasks: by name, each
+    metric by name and the keys of ABOUT_A_TASK; stderr and higher_is_better are by metric. bytes: weights in memory.
+    bits_per_weight: of the linear modules in the layers. cache_bytes_per_token: what one more token takes in all layers, as long as
+    it is kept; cache_bytes: what the cache of one row held after a window, by tokens of the window. spec_diff: (path, baseline,
+    here). modules: rows of the conversion or the quantizer. measured: the protocol of each figure: ``perplexity`` and ``perplexity
+    at N`` (a Perplexity each), ``tasks`` (settings, items by task and metric), ``speed`` (a Speed, with its ``ratio`` where it ran
+    beside the baseline), ``memory``, ``peak``. error: why it failed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str
     perplexity: float | None = None
+    perplexities: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     bytes: int | None = None
     disk_bytes: int | None = None
     bits_per_weight: float | None = None
+    cache_bytes_per_token: int | None = None
+    cache_bytes: dict[str, int] = field(default_factory=dict)
     decode_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
     time_to_first_token_s: float | None = None
@@ -80,12 +86,17 @@ class Results:
         return self.variants[0]
 
 
-def variant(name: str, *, perplexity: Perplexity | None = None, evaluation: Evaluation | None = None, speed: Speed | None = None,
-            ratio: Ratio | None = None, memory: Memory | None = None, peak: PeakMemory | None = None, disk_bytes: int | None = None,
-            spec: Spec | None = None, baseline: Spec | None = None, modules: Sequence[Mapping[str, Any]] = (),
-            seconds: Mapping[str, float] | None = None, error: str | None = None) -> Variant:  # fmt: skip
-    """Gather the measurements of one model. ratio: its speed against the baseline's; spec, baseline: what it and the baseline are."""
-    parts = {"perplexity": perplexity, "speed": speed, "memory": memory, "peak": peak}
+def variant(name: str, *, perplexity: Perplexity | None = None, further: Sequence[Perplexity] = (), evaluation: Evaluation | None = None,
+            speed: Speed | None = None, ratio: Ratio | None = None, memory: Memory | None = None, peak: PeakMemory | None = None,
+            disk_bytes: int | None = None, spec: Spec | None = None, baseline: Spec | None = None,
+            modules: Sequence[Mapping[str, Any]] = (), seconds: Mapping[str, float] | None = None,
+            error: str | None = None) -> Variant:  # fmt: skip
+    """Gather the measurements of one model. further: perplexities at other contexts. ratio: its speed against the baseline's; spec,
+    baseline: what it and the baseline are.
+    """
+    at = {f"perplexity at {p.protocol.context}": p for p in further}
+    parts = {"perplexity": perplexity, **at, "speed": speed, "memory": memory, "peak": peak}
+    windows = [p for p in (perplexity, *further) if p is not None]
     measured = {key: asdict(part) for key, part in parts.items() if part is not None}
     if speed and ratio:
         measured["speed"]["ratio"] = asdict(ratio)
@@ -95,10 +106,13 @@ def variant(name: str, *, perplexity: Perplexity | None = None, evaluation: Eval
     return Variant(
         name=name,
         perplexity=perplexity and perplexity.value,
+        perplexities={str(p.protocol.context): p.value for p in further},
         tasks={task: _task(result) for task, result in evaluation.tasks.items()} if evaluation else {},
         bytes=memory and memory.bytes,
         disk_bytes=disk_bytes,
         bits_per_weight=memory and memory.linear_bits,
+        cache_bytes_per_token=memory and memory.cache_bytes_per_token,
+        cache_bytes={str(p.protocol.context): p.cache_bytes for p in windows if p.cache_bytes is not None},
         decode_tokens_per_s=speed and speed.decode_tokens_per_s.median,
         prefill_tokens_per_s=speed and speed.prefill_tokens_per_s.median,
         time_to_first_token_s=speed and speed.time_to_first_token_s.median,
@@ -149,6 +163,21 @@ def save_results(results: Results | Mapping[str, Any], path: str | Path) -> None
     """Check and write, all or nothing. Infinite and undefined numbers, which JSON lacks, become the strings inf, -inf and nan."""
     checked = results if isinstance(results, Results) else check_results(results)
     write_atomic(path, json.dumps(_finite(asdict(checked)), indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+def check_target(path: str | Path) -> None:
+    """Raise FileExistsError if writing results to ``path`` would replace anything but earlier results."""
+    path = Path(path)
+    if path.is_dir():
+        raise FileExistsError(f"{path} is a folder; give the name of a file in it")
+    if not path.exists():
+        return
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        data = None
+    if not (isinstance(data, dict) and {"schema", "variants"} <= data.keys()):
+        raise FileExistsError(f"{path} is there and holds no results, so it is not replaced; give another name")
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:

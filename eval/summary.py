@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from zoo.eval.changes import (
     SURE,
@@ -85,7 +86,15 @@ def _columns(results: Results) -> Iterator[Column]:
     yield column("Bits / weight", "matrices in the layers as saved, with scales", lambda v: _bits(v.bits_per_weight))
     yield column("Weights", "all parameters and buffers in memory", lambda v: _size(v.bytes, base.bytes))
     yield column("On disk", "all files of the saved model", lambda v: _size(v.disk_bytes, base.disk_bytes))
-    yield column("Perplexity", "lower is better", lambda v: _perplexity(v, base))
+    yield column("Perplexity", "lower is better", lambda v: _perplexity(v, base, v.perplexity, "perplexity"))
+    for n in _keys(v.perplexities for v in results.variants):
+        further = partial(_further_perplexity, base=base, context=n)
+        yield column(f"Perplexity at {n}", f"windows of {n} tokens", further)
+    if _caches_differ(results):
+        per_token = base.cache_bytes_per_token
+        yield column("KV / token", "one more token in all layers, while it is kept", lambda v: _size(v.cache_bytes_per_token, per_token))
+        for n in _keys(v.cache_bytes for v in results.variants):
+            yield column(f"KV at {n}", f"the cache of one row after {n} tokens", partial(_cache, base=base, context=n))
     for task, metric in main_metrics(results):
         yield column(f"{task} {metric}", "± is one standard error", lambda v, t=task, m=metric: _task(v, base, t, m))
     if len(accuracy_tasks(results)) > 1:
@@ -94,6 +103,17 @@ def _columns(results: Results) -> Iterator[Column]:
     yield column("Prefill", "prompt tokens a second", lambda v: _speed(v, base, "prefill"))
     yield column("First token", "from the prompt to the first token", lambda v: _seconds(v.time_to_first_token_s))
     yield column("Peak memory", "highest while it was measured", lambda v: _size(v.peak_bytes, base.peak_bytes))
+
+
+def _caches_differ(results: Results) -> bool:
+    """Whether there is anything to compare; variants that only quantize weights keep the same keys and values."""
+    measured = [v for v in results.variants if v.cache_bytes_per_token is not None]
+    return any((v.cache_bytes_per_token, v.cache_bytes) != (measured[0].cache_bytes_per_token, measured[0].cache_bytes) for v in measured)
+
+
+def _keys(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The keys of several mappings, numbers in their order."""
+    return sorted({key for group in groups for key in group}, key=int)
 
 
 # ---- cells -------------------------------------------------------------------------------------------------------------------
@@ -119,13 +139,21 @@ def _size(value: int | None, base: int | None) -> Cell:
     return Cell(size(value), value, change, note, "better" if value < base else "worse")
 
 
-def _perplexity(variant: Variant, base: Variant) -> Cell:
-    if variant.perplexity is None:
+def _perplexity(variant: Variant, base: Variant, value: float | None, kind: str) -> Cell:
+    if value is None:
         return Cell(NOT_MEASURED)
-    text = number(variant.perplexity)
+    text = number(value)
     if variant is base:
-        return Cell(text, variant.perplexity)
-    return _changed(text, variant.perplexity, perplexity_change(variant, base), PERCENT, better=-1)
+        return Cell(text, value)
+    return _changed(text, value, perplexity_change(variant, base, kind), PERCENT, better=-1)
+
+
+def _further_perplexity(variant: Variant, base: Variant, context: str) -> Cell:
+    return _perplexity(variant, base, variant.perplexities.get(context), f"perplexity at {context}")
+
+
+def _cache(variant: Variant, base: Variant, context: str) -> Cell:
+    return _size(variant.cache_bytes.get(context), base.cache_bytes.get(context))
 
 
 def _task(variant: Variant, base: Variant, task: str, metric: str) -> Cell:

@@ -2,17 +2,19 @@
 
 ``fingerprint.json`` says what is computed. Each finished stage (a layer) leaves one file with its packed tensors and report rows;
 ``hidden.safetensors`` holds the activations that enter the next one. Every file is written under another name and renamed, the
-stage's before the activations', so at any moment the folder is one that a run can continue from.
+stage's before the activations', so at any moment the folder is one that a run can continue from. A file that is damaged all the same
+(the disk was full, the power failed) costs only its own stage, which is computed anew.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class WorkDir:
         path = self.folder / FINGERPRINT
         text = json.dumps(fingerprint, indent=2, sort_keys=True) + "\n"
         if path.exists():
-            self._compare(json.loads(path.read_text()), json.loads(text))
+            self._compare(_read_fingerprint(path), json.loads(text))
         elif any(self.folder.iterdir()):
             raise ValueError(f"{self.folder} holds other files; give an empty folder as work_dir")
         else:
@@ -36,15 +38,18 @@ class WorkDir:
             scratch.write_text(text)
             scratch.replace(path)
 
-    @property
-    def finished(self) -> int:
-        """How many stages are done, the activations after them included."""
-        path = self.folder / HIDDEN
-        return int(_read(path)[1]["stages"]) if path.exists() else 0
+    def finished(self, names: Sequence[str]) -> int:
+        """How many stages, of these names in this order, can be taken up; no tensor is read. Warns of files that are damaged."""
+        for done, name in enumerate(names):
+            if self._metadata(self._path(name), "rows") is None:
+                return done
+        return len(names)
 
-    def hidden(self) -> Tensor:
-        """The activations that enter the next stage."""
-        return _read(self.folder / HIDDEN)[0]["hidden"]
+    def hidden(self, most: int) -> tuple[int, Tensor] | None:
+        """The number of stages that the kept activations have left, and they; None where it is above ``most`` or there are none."""
+        path = self.folder / HIDDEN
+        stages = self._metadata(path, "stages")
+        return None if stages is None or stages > most else (stages, _read(path)[0]["hidden"])
 
     def stage(self, name: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """The packed tensors (``module path.tensor name``) and the report rows of a finished stage."""
@@ -55,6 +60,17 @@ class WorkDir:
         """Record a stage, the ``stages``-th, and the activations that follow it (an empty tensor where there is no data)."""
         _write(self._path(name), tensors, {"rows": json.dumps(rows)})
         _write(self.folder / HIDDEN, {"hidden": hidden}, {"stages": str(stages)})
+
+    def _metadata(self, path: Path, field: str) -> Any:
+        """What a file's metadata say, None where it is absent or, with a warning, where it is damaged."""
+        if not path.exists():
+            return None
+        try:
+            with safe_open(str(path), "pt") as file:
+                return json.loads((file.metadata() or {})[field])
+        except (SafetensorError, OSError, KeyError, ValueError) as e:
+            warnings.warn(f"{path} is damaged or cut short ({e}); what it held is computed anew", stacklevel=4)
+            return None
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -69,6 +85,16 @@ class WorkDir:
             )
 
 
+def _read_fingerprint(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged ({e}); delete the folder {path.parent} to begin again, or give another work_dir") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is of no quantization; delete the folder {path.parent} to begin again, or give another work_dir")
+    return found
+
+
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safe_open(str(path), "pt") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
@@ -76,5 +102,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     scratch = path.with_suffix(".tmp")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
+    except SafetensorError as e:
+        raise OSError(f"{path} cannot be written ({e}); what is finished stays, start the same run again to go on") from None
     scratch.replace(path)

@@ -22,7 +22,7 @@ from zoo.quantize.contracts import Quantizer
 from zoo.weights import linears
 
 KEEP = "keep"
-KEPT = ("head.*", "*router*")  # by default; a rule may quantize them all the same
+KEPT = ("embed.*", "head.*", "*router*")  # by default; a rule may quantize them all the same
 
 Settings = dict[str, Any]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zoo.components.contracts import NoCache, Prepared, Step, StoredLinear
 from zoo.components.spec import dump
+from zoo.installed import version
 from zoo.loading import set_storage
 from zoo.model import Model
 from zoo.quantize.calibration import Calibration, windows
@@ -101,12 +102,10 @@ class _Run:
         self.hidden = torch.empty(0)
 
     def execute(self, show: bool) -> list[Row]:
-        done = self.work.finished if self.work else 0
+        done = self.work.finished([stage.name for stage in self.stages]) if self.work else 0
         rows = [row for stage in self.stages[:done] for row in self._restore(stage)]
-        if self.work and done:
-            self.hidden = self.work.hidden()
-        elif self.ids is not None:
-            self.hidden = self._embedded(self.ids)
+        if done < len(self.stages) and self.ids is not None:
+            self._enter(done, self.ids)
         with show_progress(len(self.stages), done, show) as report:
             for number, stage in enumerate(self.stages[done:], done + 1):
                 new = self._quantize(stage, number)
@@ -126,8 +125,7 @@ class _Run:
             rows += [quantize_module(self.model, path, left.pop(path), hessians.get(path)) for path in now]
         prepare(self.model, stage)
         if number < len(self.stages):
-            for rows_of_batch, run in self._batches(stage):
-                self.hidden[rows_of_batch] = run().cpu()
+            self._advance(stage)
         if self.work:
             held = {f"{path}.{name}": tensor for path in stage.modules for name, tensor in _stored(self.model.get_submodule(path)).items()}
             self.work.store(stage.name, held, [asdict(row) for row in rows], self.hidden, number)
@@ -142,6 +140,18 @@ class _Run:
             replace_linear(self.model, path, method, own)
         prepare(self.model, stage)
         return [Row(**row) for row in rows]
+
+    def _enter(self, done: int, ids: Tensor) -> None:
+        """Take up the activations that leave ``done`` restored stages: kept ones, led on from where they are, or else from the start."""
+        kept = self.work.hidden(done) if self.work else None
+        number, self.hidden = kept or (0, self._embedded(ids))
+        for stage in self.stages[number:done]:
+            self._advance(stage)
+
+    def _advance(self, stage: Stage) -> None:
+        """Let the activations that enter a stage become those that leave it."""
+        for rows_of_batch, run in self._batches(stage):
+            self.hidden[rows_of_batch] = run().cpu()
 
     def _embedded(self, ids: Tensor) -> Tensor:
         _load(self.model, "embed")
@@ -248,7 +258,13 @@ def _fingerprint(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
         weights = _digest([json.dumps(model.source.checkpoint.identity()).encode()])
     else:
         weights = _digest(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in state.values() if t.numel())
-    return {**settings, "model": _digest([repr(model.spec).encode()]), "weights": weights, "dtype": str(model.dtype)}
+    return {
+        **settings,
+        "zoo": version("modular-zoo"),
+        "model": _digest([repr(model.spec).encode()]),
+        "weights": weights,
+        "dtype": str(model.dtype),
+    }
 
 
 def _digest(parts: Iterable[bytes]) -> str:

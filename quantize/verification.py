@@ -34,7 +34,7 @@ class Verified:
 
 @torch.no_grad()
 def verify(model: Model, folder: str | Path, *, seed: int = 0) -> Verified:
-    """Load a saved model from ``folder`` and compare storage, names, sizes, every tensor and the logits of random tokens.
+    """Load a saved model from ``folder`` and compare storage, names, sizes, every tensor and the outputs for random inputs.
 
     Raises VerificationError listing all differences, and tensors that are NaN, infinite or constant (packed words that were never
     written, say); CheckpointError where the folder does not load.
@@ -54,10 +54,10 @@ def verify(model: Model, folder: str | Path, *, seed: int = 0) -> Verified:
 
 
 def logit_difference(a: Model, b: Model, seed: int) -> float:
-    """The largest difference of two models' logits on random tokens, all at once and the last alone, over the largest logit."""
-    vocabulary = a(torch.zeros(1, 1, dtype=torch.int64, device=a.device)).shape[-1]
-    ids = torch.randint(vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(seed)).to(a.device)
-    pairs = [(a(x).float(), b(x).float()) for x in (ids, ids[:, -1:])]
+    """The largest difference of two models' outputs on random inputs, of many tokens and of one, over the largest output."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [a.spec.embed.draw(tokens, generator).to(a.device) for tokens in (PROMPT, 1)]
+    pairs = [(a(x).float(), b(x).float()) for x in inputs]
     return max(float((x - y).abs().max() / x.abs().max()) for x, y in pairs)
 
 

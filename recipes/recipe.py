@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from zoo import conversion
 from zoo.components.registry import nearest
 from zoo.components.spec import Spec, SpecError, load
 from zoo.declare import read_yaml
 from zoo.quantize.contracts import Quantizer
 
+LONGEST = 160  # bytes of a label: file systems allow 255 for a name, and hashes and endings follow it
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Spec):
-    """What quantizers see. text: a file, None for the prose that ships with Python. samples: windows of ``length`` tokens."""
+    """What quantizers and conversions see. text: a file, None for the prose that ships with Python. samples: windows of ``length``
+    tokens.
+    """
 
     samples: int = 32
     length: int = 512
@@ -27,12 +33,26 @@ class Calibration(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityMeasure(Spec):
-    """text: a file, None for the test text that ships with Python. context, stride: tokens. limit: windows at most."""
+    """text: a file, None for the test text that ships with Python. context, stride: tokens; several contexts are measured one by one,
+    the first is the one of the chart. limit: windows at most. prompt: tokens of a window that are read in one call and not scored.
+    """
 
     text: str | None = None
-    context: int | None = None
+    context: int | tuple[int, ...] | None = None
     stride: int | None = None
     limit: int | None = None
+    prompt: int | None = None
+
+    @property
+    def contexts(self) -> tuple[int | None, ...]:
+        return self.context if isinstance(self.context, tuple) else (self.context,)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not self.contexts or len(set(self.contexts)) < len(self.contexts):
+            yield "context", f"several contexts differ, and there is at least one, got {list(self.contexts)}"
+        for context in self.contexts:
+            if self.prompt is not None and not 0 <= self.prompt < (context or self.prompt + 1):
+                yield "prompt", f"must leave tokens of the {context} of a window to score, got {self.prompt}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,24 +78,50 @@ class SpeedMeasure(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImagesMeasure(Spec):
+    """Accuracy of an image classifier. folder: with one folder of images for each class; or dataset: those of scikit-learn.
+
+    limit: images at most.
+    """
+
+    folder: str | None = None
+    dataset: Literal["digits"] | None = None
+    limit: int | None = None
+    batch_size: int = 32
+
+    @property
+    def source(self) -> str:
+        return self.folder or self.dataset or ""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if (self.folder is None) == (self.dataset is None):
+            yield "folder", "name a folder or a dataset, one of them"
+        for name, value in (("limit", self.limit), ("batch_size", self.batch_size)):
+            if value is not None and value < 1:
+                yield name, f"must be at least 1, got {value}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measure(Spec):
     """What to measure; memory always is. save: write each variant's folder beside the results, which gives its size on disk."""
 
     perplexity: PerplexityMeasure | None = None
     tasks: TasksMeasure | None = None
     speed: SpeedMeasure | None = None
+    images: ImagesMeasure | None = None
     save: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(Spec):
-    """One row of the table: edits of the spec, a quantizer with its rules per module, or both.
+    """One row of the table: edits of the spec, conversions of trained parts, a quantizer with its rules per module, in that order.
 
-    model, dtype: where they differ from the recipe's.
+    convert: each as ``zoo.convert`` takes it. model, dtype: where they differ from the recipe's.
     """
 
     label: str
     override: tuple[str, ...] = ()
+    convert: tuple[str | dict[str, Any], ...] = ()
     quantizer: Quantizer | None = None
     rules: tuple[str, ...] = ()
     model: str | None = None
@@ -98,16 +144,33 @@ class Recipe(Spec):
         labels = [v.label for v in self.variants]
         if not labels:
             yield "variants", "a recipe has at least one variant"
-        for i, label in enumerate(labels):
-            if not re.fullmatch(r"[\w+=-][\w.+=-]*", label):
-                yield f"variants.{i}.label", f"{label!r} names files: letters, digits, and . _ + = - are allowed, and no dot in front"
-        for label in sorted({x for x in labels if labels.count(x) > 1}):
-            yield "variants", f"two variants are called {label!r}; names must differ"
-        if all(m is None for m in (self.measure.perplexity, self.measure.tasks, self.measure.speed)):
-            yield "measure", "nothing to measure; name perplexity, tasks or speed"
+        yield from label_problems(labels)
+        if all(m is None for m in (self.measure.perplexity, self.measure.tasks, self.measure.speed, self.measure.images)):
+            yield "measure", "nothing to measure; name perplexity, tasks, speed or images"
+        if self.measure.images is not None:
+            yield from ((f"measure.images.{where}", why) for where, why in self.measure.images.problems())
+        if self.measure.perplexity is not None:
+            yield from ((f"measure.perplexity.{where}", why) for where, why in self.measure.perplexity.problems())
         for i, variant in enumerate(self.variants):
+            yield from ((f"variants.{i}.convert.{j}", why) for j, to in enumerate(variant.convert) for why in conversion.mistakes(to))
             if variant.rules and variant.quantizer is None:
                 yield f"variants.{i}.rules", "rules need a quantizer"
+
+
+def label_problems(labels: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(place, reason) of labels that cannot name files, or of which two would name the same one on some system."""
+    first: dict[str, str] = {}
+    for i, label in enumerate(labels):
+        place = f"variants.{i}.label"
+        if not re.fullmatch(r"[\w+=-][\w.+=-]*", label):
+            yield place, f"{label!r} names files: letters, digits, and . _ + = - are allowed, and no dot in front"
+        if len(label.encode()) > LONGEST:
+            yield place, f"'{label[:24]}...' names files: it has {len(label.encode())} bytes, at most {LONGEST} are allowed"
+        other = first.setdefault(unicodedata.normalize("NFKC", label).casefold().rstrip("."), label)
+        if other == label and labels.index(label) < i:
+            yield place, f"two variants are called {label!r}; names must differ"
+        elif other != label:
+            yield place, f"{label!r} and {other!r} name the same file where case, accents' spelling or a last dot do not count; rename one"
 
 
 def read_recipe(path: str | Path, *edits: str) -> Recipe:

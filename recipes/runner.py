@@ -20,20 +20,25 @@ from rich.console import Console
 
 from zoo.components.spec import dump, load
 from zoo.eval.environment import describe_environment
-from zoo.eval.results import Results, Variant, check_results, save_results, write_atomic
+from zoo.eval.results import Results, ResultsError, Variant, load_results, save_results, write_atomic
 from zoo.recipes.recipe import Recipe
 from zoo.recipes.recipe import Variant as VariantSpec
+from zoo.saving import check_folder
+
+WRITTEN = ("results.json", "report.html", "pareto.png")
 
 
 def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fresh: bool = False) -> Results:
     """Run every variant that is not finished and write ``results.json``, ``report.html`` and ``pareto.png`` into ``out``.
 
     fresh: run finished variants again. The results file is written after each variant; a variant that fails has ``error`` set and the
-    others go on. KeyboardInterrupt stops at once; finished variants stay.
+    others go on. KeyboardInterrupt stops at once; finished variants stay. Raises FileExistsError, before anything runs, where files
+    would be replaced that are of no earlier run.
     """
     from zoo.eval.report import print_table, write_report
 
     console, out = console or Console(), Path(out)
+    check_out(recipe, out)
     out.mkdir(parents=True, exist_ok=True)
     done: list[Variant] = []
     for i, variant in enumerate(recipe.variants):
@@ -49,10 +54,25 @@ def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fres
     return results
 
 
+def check_out(recipe: Recipe, out: Path) -> None:
+    """Raise FileExistsError if a run into ``out`` would replace what no run has written."""
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file; results need a folder, give another name")
+    foreign = [name for name in WRITTEN if (out / name).exists()]
+    if foreign and not (out / "variants").is_dir():
+        raise FileExistsError(f"{out} holds {', '.join(foreign)}, but no run of a recipe wrote it (there is no variants folder); "
+                              "give another folder")  # fmt: skip
+    for i in range(len(recipe.variants)):
+        order = Order(recipe, i, out, out, "make")
+        if order.needed:
+            check_folder(order.folder, overwrite=True)
+
+
 def key(recipe: Recipe, index: int) -> str:
     """Hash of everything that a variant's figures depend on: itself, the model's and texts' files, how it is measured, our version."""
     variant, measure, here = recipe.variants[index], recipe.measure, describe_environment()
-    texts = [recipe.calibration.text, measure.perplexity and measure.perplexity.text, measure.tasks and measure.tasks.data]
+    texts = [recipe.calibration.text, measure.perplexity and measure.perplexity.text, measure.tasks and measure.tasks.data,
+             measure.images and measure.images.folder]  # fmt: skip
     content = {
         "variant": dump(variant),
         "baseline": dump(recipe.variants[0]) if index else None,
@@ -72,10 +92,10 @@ def _fingerprint(reference: str) -> Any:
         reference.startswith("package:")
         or path.suffix == ".gguf"
         or (path / "config.json").exists()
-        or (is_hub_id(reference) and not path.exists())
+        or ((is_hub_id(reference) or "#" in reference) and not path.exists())
     ):
         return open_checkpoint(reference).identity()
-    found = sorted(path.glob("*")) if path.is_dir() else [path] if path.exists() else []
+    found = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
     return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in found if p.is_file()]
 
 
@@ -83,7 +103,10 @@ def _finished(path: Path) -> Variant | None:
     """The variant that an earlier run left at ``path``, None where there is none or it failed."""
     if not path.is_file():
         return None
-    variant = check_results(json.loads(path.read_text(encoding="utf-8"))).variants[0]
+    try:
+        variant = load_results(path).variants[0]
+    except ResultsError:  # damaged, so it is run again
+        return None
     return None if variant.error else variant
 
 
@@ -100,6 +123,11 @@ class Order:
     @property
     def variant(self) -> VariantSpec:
         return self.recipe.variants[self.index]
+
+    @property
+    def needed(self) -> bool:
+        """Whether the variant is written to its folder before it is measured."""
+        return bool(self.variant.quantizer or self.variant.convert or self.recipe.measure.save)
 
     @property
     def reference(self) -> str:
@@ -140,13 +168,13 @@ def _run_one(recipe: Recipe, index: int, path: Path, out: Path) -> Variant:
     path.unlink(missing_ok=True)  # of a run that failed, or that is to be run again
     began, variant, code = time.perf_counter(), recipe.variants[index], 0
     order = Order(recipe, index, out, path, "measure")
-    if (variant.quantizer or recipe.measure.save) and not order.made.exists():
+    if order.needed and not order.made.exists():
         code = _work(replace(order, step="make"))
     code = code or _work(order)
     found = _finished(path)
     if found:
         order.made.unlink(missing_ok=True)
-        if not recipe.measure.save:
+        if order.needed and not recipe.measure.save:
             shutil.rmtree(order.folder, ignore_errors=True)
         return found
     why = _error(path) or f"the process ended with status {code}; see the messages above"
@@ -165,7 +193,7 @@ def _work(order: Order) -> int:
 def _error(path: Path) -> str | None:
     if not path.is_file():
         return None
-    return check_results(json.loads(path.read_text(encoding="utf-8"))).variants[0].error
+    return load_results(path).variants[0].error
 
 
 def with_only(recipe: Recipe, labels: list[str]) -> Recipe:

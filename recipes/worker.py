@@ -17,15 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo import conversion
 from zoo.components.spec import dump
 from zoo.components.spec import load as load_spec
 from zoo.declare import spec as read_spec
 from zoo.eval import disk_bytes, evaluate, memory, peak_memory, perplexity, speed
 from zoo.eval.environment import describe_environment
+from zoo.eval.images import image_accuracy, joined
 from zoo.eval.results import Results, Variant, save_results, variant, write_atomic
 from zoo.loading import load
 from zoo.model import Model, ModelSpec
 from zoo.quantize import quantize, verify
+from zoo.quantize.calibration import windows
 from zoo.recipes.recipe import Measure
 from zoo.recipes.runner import Order
 from zoo.saving import save
@@ -47,19 +50,24 @@ class Clock:
 
 
 def make(order: Order) -> None:
-    """Write the variant's folder, read it back, and leave what the quantizer reports beside it."""
+    """Write the variant's folder, read it back, and leave what conversions and the quantizer report beside it."""
     recipe, wanted, clock = order.recipe, order.variant, Clock(order.variant.label)
     rows: list[dict[str, Any]] = []
     with clock.stage("load"):
-        lazy = wanted.quantizer is not None
+        lazy = wanted.quantizer is not None and not wanted.convert
         model = load(order.reference, dtype=order.dtype, device=recipe.device, override=wanted.override, lazy=lazy)
+    c = recipe.calibration
+    data: dict[str, Any] = {"calibration": c.text and Path(c.text), "samples": c.samples, "length": c.length, "seed": c.seed}
+    for to in wanted.convert:
+        with clock.stage(f"convert to {to}"):
+            ids = windows(model, **data) if conversion.plan(model.spec, to).calibrated else None
+            model, converted = conversion.convert(model, to, ids=ids)
+        rows += [row._asdict() for row in converted.kinds()]
     if wanted.quantizer is not None:
-        c = recipe.calibration
-        data: dict[str, Any] = {"calibration": c.text and Path(c.text), "samples": c.samples, "length": c.length, "seed": c.seed}
         with clock.stage("quantize"):
             report = quantize(model, wanted.quantizer, rules=wanted.rules, work_dir=order.work,
                               **(data if wanted.quantizer.calibrated else {}))  # fmt: skip
-        rows = [dataclasses.asdict(row) for row in report.rows]
+        rows += [dataclasses.asdict(row) for row in report.rows]
     with clock.stage("save and read back"):
         save(model, order.folder, overwrite=True, check=lambda folder: verify(model, folder))
     made = {"modules": rows, "seconds": clock.seconds, "spec": dump(model.spec)}
@@ -104,12 +112,19 @@ def figures(model: Model, wanted: Measure, clock: Clock) -> dict[str, Any]:
                                         repeats=s.repeats, warmup=s.warmup)  # fmt: skip
         if (p := wanted.perplexity) is not None:
             with clock.stage("perplexity"):
-                found["perplexity"] = perplexity(model, p.text and Path(p.text), context=p.context, stride=p.stride, limit=p.limit)
+                found["perplexity"], *found["further"] = [
+                    perplexity(model, p.text and Path(p.text), context=context, stride=p.stride, limit=p.limit, prompt=p.prompt)
+                    for context in p.contexts
+                ]
         if (t := wanted.tasks) is not None:
             with clock.stage("tasks"):
                 found["evaluation"] = evaluate(
                     model, t.names, limit=t.limit, num_fewshot=t.shots, batch_size=t.batch_size, data_folder=t.data
                 )
+        if (i := wanted.images) is not None:
+            with clock.stage("images"):
+                scored = image_accuracy(model, i.source, limit=i.limit, batch_size=i.batch_size, progress=True)
+                found["evaluation"] = joined(found.get("evaluation"), scored)
     return found | {"peak": peak}
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from zoo.components.spec import SpecError, diff, override
     from zoo.conversion import convert
     from zoo.declare import build, parts, spec
-    from zoo.generate import complete, generate, stream
+    from zoo.embedding import embed
+    from zoo.generation import complete, generate, stream
     from zoo.loading import load
     from zoo.model import Model, ModelSpec
     from zoo.sampling import Sampling
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 registry.declare("family", "zoo.families", "how a checkpoint's config and names map to a spec")
 registry.declare("packed_matmul", "zoo.components.ops.packed_matmul", "how weights of few bits are held in memory and multiplied")
 registry.declare("quantizer", "zoo.quantize.methods", "how weights are rounded to few bits")
+registry.declare("conversion", "zoo.conversions", "how one kind of part becomes another, weights included")
 registry.declare("format", "zoo.quantize.formats", "how quantized weights lie on disk")
 
 _LAZY = {
@@ -33,10 +35,11 @@ _LAZY = {
     "build": "zoo.declare:build",
     "parts": "zoo.declare:parts",
     "diff": "zoo.components.spec:diff",
+    "embed": "zoo.embedding:embed",
     "override": "zoo.components.spec:override",
-    "generate": "zoo.generate:generate",
-    "stream": "zoo.generate:stream",
-    "complete": "zoo.generate:complete",
+    "generate": "zoo.generation:generate",
+    "stream": "zoo.generation:stream",
+    "complete": "zoo.generation:complete",
     "Sampling": "zoo.sampling:Sampling",
     "convert": "zoo.conversion:convert",
     "Model": "zoo.model:Model",

@@ -1,6 +1,7 @@
 """Checkpoints as we read them: names, shapes and one tensor at a time, whatever the file format.
 
-``open_checkpoint`` understands a local folder, a ``.gguf`` file, ``package:NAME/FILE`` and a hub id with optional ``@revision``.
+``open_checkpoint`` understands a local folder, a ``.zip`` of one, a ``.gguf`` file, ``package:NAME/FILE`` and a hub id with
+optional ``@revision``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be found, is damaged, or does not fit; says which file, why, and what to do."""
 
 
+class NoTokenizer(CheckpointError):
+    """A checkpoint that came without a tokenizer."""
+
+
 class Checkpoint(ABC):
     """config: the contents of config.json. reference: how the user named it. dtype: the dtype that its weights are meant to have."""
 
@@ -46,11 +51,16 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer. Raises CheckpointError where it has none."""
+        """The checkpoint's tokenizer. Raises NoTokenizer where it has none, CheckpointError where it cannot be used."""
 
     @property
     def generation(self) -> dict[str, Any]:
         """The contents of generation_config.json, empty where there is none."""
+        return {}
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """The settings of the image processor (preprocessor_config.json), empty where there are none."""
         return {}
 
     @property
@@ -68,6 +78,11 @@ def open_checkpoint(reference: str | Path) -> Checkpoint:
     """Find and open a checkpoint. Raises CheckpointError that names the reference and what would be accepted."""
     text = str(reference)
     path = package_file(text) if text.startswith("package:") else Path(text).expanduser()
+    if "#" in text and not path.exists():
+        from zoo.towers import Tower
+
+        whole, _, tower = text.rpartition("#")
+        return Tower(open_checkpoint(whole), tower)
     if path.is_file():
         return _open_file(path, text)
     if path.is_dir():
@@ -84,6 +99,11 @@ def open_checkpoint(reference: str | Path) -> Checkpoint:
 def read_config(reference: str | Path) -> dict[str, Any]:
     """A checkpoint's config alone; of a model on the hub nothing else is downloaded."""
     text = str(reference)
+    whole, hash, tower = text.rpartition("#")
+    if hash and not Path(text).exists():
+        from zoo.towers import tower_config
+
+        return tower_config(read_config(whole), tower, text)
     if is_hub_id(text) and not Path(text).exists():
         from zoo.hub import download
 
@@ -100,7 +120,14 @@ def _open_file(path: Path, text: str) -> Checkpoint:
         from zoo.gguf_file import GGUFCheckpoint
 
         return GGUFCheckpoint(path, text)
-    raise CheckpointError(f"{text}: a single file must be a .gguf file; for .safetensors give the folder that holds config.json too")
+    if path.suffix == ".zip":
+        from zoo.zipped import ZippedFolder
+
+        return ZippedFolder(path, text)
+    raise CheckpointError(
+        f"{text}: a single file must be a .gguf file or a .zip of a checkpoint's folder; for .safetensors give the folder that holds "
+        "config.json too"
+    )
 
 
 def package_file(reference: str) -> Path:
@@ -125,11 +152,23 @@ def read_json(path: Path, reference: str) -> dict[str, Any]:
         raise CheckpointError(f"{reference}: no {path.name} in the folder; a checkpoint has config.json beside its .safetensors files")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{reference}: {path.name} is not JSON ({e})") from None
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{reference}: {path.name} is not JSON ({e}); download it again") from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{reference}: {path.name} must hold a JSON object, it holds a {type(data).__name__}")
+        raise CheckpointError(f"{reference}: {path.name} must hold a JSON object, it holds a {type(data).__name__}; download it again")
     return data
+
+
+def read_preprocessing(folder: Path, reference: str) -> dict[str, Any]:
+    """Settings of the image processor, alone in their file or beside a tokenizer's; empty where there are none."""
+    for name, key in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            data = read_json(folder / name, reference)
+            found = data if key is None else data.get(key, {})
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{reference}: {key} in {name} must be an object; download it again")
+            return found
+    return {}
 
 
 class SafetensorsFolder(Checkpoint):
@@ -138,6 +177,9 @@ class SafetensorsFolder(Checkpoint):
     def __init__(self, folder: Path, reference: str):
         self.folder, self.reference = folder, reference
         self.config = read_json(folder / "config.json", reference)
+        settings = folder / "generation_config.json"
+        self._generation = read_json(settings, reference) if settings.is_file() else {}
+        self._preprocessing = read_preprocessing(folder, reference)
         self._file, self._infos = self._index()
         self._open: tuple[Path, Any, int] | None = None
         self.dtype = self._dtype()
@@ -157,12 +199,15 @@ class SafetensorsFolder(Checkpoint):
     def tokenizer(self) -> Any:
         from zoo.tokenizers import from_folder
 
-        return from_folder(self.folder)
+        return from_folder(self.folder, self.reference)
 
     @property
     def generation(self) -> dict[str, Any]:
-        path = self.folder / "generation_config.json"
-        return read_json(path, self.reference) if path.is_file() else {}
+        return self._generation
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        return self._preprocessing
 
     @property
     def files(self) -> list[Path]:
@@ -170,8 +215,13 @@ class SafetensorsFolder(Checkpoint):
 
     def _dtype(self) -> torch.dtype:
         named = self.config.get("dtype") or self.config.get("torch_dtype")
-        kind = getattr(torch, str(named), None)
-        if isinstance(kind, torch.dtype):
+        if named not in (None, "auto"):
+            kind = getattr(torch, str(named).removeprefix("torch."), None)
+            if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+                raise CheckpointError(
+                    f"{self.reference}: config.json: dtype {named!r:.60} is no kind of floating-point number; write float32, bfloat16, "
+                    "float16 or float64, or leave the field out to take that of the weights"
+                )
             return kind
         floats = [getattr(torch, i.dtype or "") for i in self._infos.values() if (i.dtype or "").startswith(("float", "bfloat"))]
         return max(set(floats), key=floats.count) if floats else torch.float32

@@ -6,9 +6,18 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from zoo import hub_cli
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zoo.conversion import Row
+    from zoo.eval import Perplexity
+    from zoo.saving import Saved
 
 app = typer.Typer(help="Models composed of swappable parts, quantized and judged.", no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False)  # fmt: skip
@@ -21,6 +30,10 @@ SetOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+
+app.command("pull")(hub_cli.pull)
+app.command("push")(hub_cli.push)
 
 
 @app.command("list")
@@ -46,19 +59,22 @@ def list_parts(family: Annotated[str | None, typer.Argument(help="One family; al
 
 @app.command()
 def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bfloat16",
-         full: Annotated[bool, typer.Option(help="Print the whole declaration too.")] = True) -> None:  # fmt: skip
-    """Print a model's declaration, its parameters and bytes by component, and its cache size; nothing is built."""
+         full: Annotated[bool, typer.Option(help="Print the whole declaration too.")] = True,
+         context: Annotated[int | None, typer.Option(help="Tokens that costs are for; the model's context.")] = None) -> None:  # fmt: skip
+    """Print a model's declaration, its parameters and bytes by component, its cache size and what a token costs; nothing is built."""
     import torch
     import yaml
     from rich.table import Table
 
     from zoo.components.spec import dump
+    from zoo.costs import in_words
     from zoo.declare import spec
     from zoo.describe import summarize
     from zoo.loading import parse_dtype
 
-    wanted = spec(model, *(set or ()))
-    total = summarize(wanted, parse_dtype(dtype, torch.bfloat16))
+    wanted, kind = spec(model, *(set or ())), parse_dtype(dtype, torch.bfloat16)
+    total = summarize(wanted, kind)
+    costs = in_words(wanted, total.context if context is None else context, kind)
     if full:
         console().print(yaml.safe_dump(dump(wanted), sort_keys=False, default_flow_style=None, width=120), markup=False, highlight=False)
     table = Table("component", "part", "parameters", f"bytes ({dtype})", show_edge=False)
@@ -70,6 +86,7 @@ def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bflo
     console().print(f"{total.bits_per_parameter:.2f} bits per parameter, embeddings included; "
                     f"cache {total.cache_bytes_per_token:,} bytes per token, "
                     f"{total.cache_bytes_per_token * total.context:,} for a context of {total.context:,}")  # fmt: skip
+    console().print(costs)
 
 
 @app.command("diff")
@@ -90,6 +107,20 @@ def diff_models(a: ModelArgument, b: ModelArgument) -> None:
     console().print(table)
 
 
+@app.command("compare")
+def compare_models(model: ModelArgument, set: SetOption = None, tokens: Annotated[int, typer.Option(help="Random tokens to run.")] = 64,
+                   tolerance: Annotated[float, typer.Option(help="Relative error that counts as equal.")] = 1e-5) -> None:  # fmt: skip
+    """Run a checkpoint here and in transformers, and show how far each module's output lies apart; fails at the first that differs."""
+    from zoo.compare import against_transformers
+
+    rows = against_transformers(model, tokens, set or ())
+    first = next((row for row in rows if not row.error <= tolerance), None)
+    for row in rows:
+        console().print(f"{row}{'  <- the first that differs' if row is first else ''}", markup=False, highlight=False, soft_wrap=True)
+    if first is not None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def generate(model: ModelArgument, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
              top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, seed: int = 0,
@@ -97,7 +128,7 @@ def generate(model: ModelArgument, prompt: str, max_new_tokens: int = 128, tempe
              chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
              set: SetOption = None, dtype: DtypeOption = "auto", device: DeviceOption = "cpu") -> None:  # fmt: skip
     """Continue a prompt, printing the text as it comes."""
-    from zoo.generate import stream
+    from zoo.generation import stream
     from zoo.loading import load
 
     loaded = load(model, dtype=dtype, device=device, override=set or ())
@@ -124,10 +155,9 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
     from zoo.components.spec import read_value
     from zoo.loading import load
     from zoo.quantize import quantize, verify
-    from zoo.saving import save
+    from zoo.saving import check_folder, save
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise FileExistsError(f"{out} is not empty; choose another folder or pass --overwrite")
+    check_folder(out, overwrite)
     work = out.with_name(f"{out.name}.work")
     options: dict[str, Any] = {"bits": bits, "group_size": group_size or None}
     for text_of_option in option or ():
@@ -142,6 +172,81 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
     saved = save(loaded, out, overwrite=overwrite, check=lambda folder: verify(loaded, folder))
     (out / "quantization_report.json").write_text(report.to_json(), encoding="utf-8")
     shutil.rmtree(work)
+    print_saved(saved)
+
+
+@app.command("convert")
+def convert_model(model: ModelArgument,
+                  to: Annotated[list[str], typer.Option(help="mha, mqa, mla, moe, {name: mla, rank: 64}, or an edit that says where: "
+                                                             "layers.0:8.mixer.projection={name: gqa, kv_heads: 1}. Repeatable.")],
+                  out: Annotated[Path | None, typer.Option(help="Where to write the converted model.")] = None, overwrite: bool = False,
+                  calibration: Annotated[Path | None, typer.Option(help="Text that conversions which lose something are to lose least "
+                                                                        "on; Python's documentation by default.")] = None,
+                  samples: Annotated[int, typer.Option(help="Windows of calibration text; 0 for none.")] = 16,
+                  length: Annotated[int | None, typer.Option(help="Tokens of a window of calibration text; 512.")] = None, seed: int = 0,
+                  text: Annotated[Path | None, typer.Option(help="Text for perplexity; Python's documentation by default.")] = None,
+                  context: Annotated[int | None, typer.Option(help="Tokens of a window of perplexity; at most 512.")] = None,
+                  limit: Annotated[int, typer.Option(help="Windows of perplexity at most.")] = 4,
+                  set: SetOption = None, dtype: DtypeOption = "auto", device: DeviceOption = "cpu",
+                  json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None) -> None:  # fmt: skip
+    """Turn parts of a trained model into other kinds, weights included, and say what that costs."""
+    from zoo import conversion
+    from zoo.declare import spec
+    from zoo.eval import memory, perplexity, save_results
+    from zoo.eval.environment import describe_environment
+    from zoo.eval.results import Results, check_target, variant
+    from zoo.loading import load
+    from zoo.quantize import verify
+    from zoo.quantize.calibration import windows
+    from zoo.saving import check_folder, save
+
+    planned, calibrated = spec(model, *(set or ())), False
+    for word in to:
+        step = conversion.plan(planned, word)
+        planned, calibrated = step.spec, calibrated or step.calibrated
+    if out is not None:
+        check_folder(out, overwrite)
+    if json_out:
+        check_target(json_out)
+    loaded = load(model, dtype=dtype, device=device, override=set or ())
+    ids = windows(loaded, calibration, samples, length, seed) if samples and calibrated else None
+    before = perplexity(loaded, text, context=context or min(512, loaded.spec.context, planned.context), limit=limit)
+    new, rows = loaded, []
+    for word in to:
+        new, report = conversion.convert(new, word, ids=ids)
+        rows += report.kinds()
+    after = perplexity(new, text, context=before.protocol.context, limit=limit)
+    print_conversion(rows, before, after)
+    sizes = [memory(m) for m in (loaded, new)]
+    console().print("KV cache {:,} -> {:,} bytes per token; weights {:,} -> {:,} bytes".format(
+        *(m.cache_bytes_per_token for m in sizes), *(m.bytes for m in sizes)))  # fmt: skip
+    if json_out:
+        made = variant(" ".join(["converted to", *to]), perplexity=after, memory=sizes[1], spec=new.spec, baseline=loaded.spec,
+                       modules=[row._asdict() for row in rows])  # fmt: skip
+        original = variant(model, perplexity=before, memory=sizes[0], spec=loaded.spec)
+        save_results(Results(environment=describe_environment(), variants=[original, made]), json_out)
+    if out is not None:
+        print_saved(save(new, out, overwrite=overwrite, check=lambda folder: verify(new, folder)))
+
+
+def print_conversion(rows: Sequence[Row], before: Perplexity, after: Perplexity) -> None:
+    """A row for each kind of converted part, and the perplexities."""
+    from rich.table import Table
+
+    from zoo.conversion import said
+
+    table = Table("conversion", "where", "weights", "lost", show_edge=False)
+    for row in rows:
+        table.add_row(row.conversion.replace("_to_", " to "), row.where, said(row), row.lost or ("nothing" if row.exact else "see weights"))
+    console().print(table)
+    change = after.versus(before)
+    noise = "" if change.stderr is None else f" ± {100 * change.ratio * change.stderr:.2f}"
+    percent = round(100 * (change.ratio - 1), 2) + 0.0  # no negative zero
+    console().print(f"perplexity {before.value:.4g} -> {after.value:.4g} ({percent:+.2f}{noise} %), {len(after.windows)} windows of "
+                    f"{after.protocol.context} tokens of {after.protocol.source}")  # fmt: skip
+
+
+def print_saved(saved: Saved) -> None:
     console().print(f"wrote {saved.folder}: {saved.bytes:,} bytes; read back before it was put there: tensors and logits are equal")
     if saved.transformers:
         console().print(f"transformers cannot load it: {saved.transformers}")
@@ -160,9 +265,11 @@ def evaluate_model(model: ModelArgument, task: Annotated[list[str] | None, typer
     from zoo.eval import evaluate, memory, perplexity, save_results
     from zoo.eval.environment import describe_environment
     from zoo.eval.report import print_table
-    from zoo.eval.results import Results, variant
+    from zoo.eval.results import Results, check_target, variant
     from zoo.loading import load
 
+    if json_out:
+        check_target(json_out)
     loaded = load(model, dtype=dtype, device=device, override=set or ())
     scored = perplexity(loaded, text, context=context, stride=stride) if ppl else None
     tasks = (
@@ -198,6 +305,25 @@ def bench(model: Annotated[list[str], typer.Argument(help="One or more models; t
             table.add_row(name, str(s.batch_size), f"{s.time_to_first_token_s.median:.3f}", f"{s.prefill_tokens_per_s.median:.1f}",
                           f"{s.decode_tokens_per_s.median:.2f}", *times)  # fmt: skip
     console().print(table)
+
+
+@app.command("classify")
+def classify_images(model: ModelArgument, image: Annotated[list[Path], typer.Argument(help="Image files.")],
+                    top: Annotated[int, typer.Option(help="Labels to show of each.")] = 5,
+                    json_out: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, batch_size: int = 16,
+                    set: SetOption = None, dtype: DtypeOption = "auto", device: DeviceOption = "cpu") -> None:  # fmt: skip
+    """Say what is on images, most likely label first."""
+    import json
+
+    from zoo.classify import as_data, as_table, classify
+    from zoo.loading import load
+
+    loaded = load(model, dtype=dtype, device=device, override=set or (), lazy=True)
+    scores = classify(loaded, image, top=top, batch_size=batch_size)
+    if json_out:
+        sys.stdout.write(json.dumps(as_data(image, scores), indent=2) + "\n")
+    else:
+        console().print(as_table(image, scores))
 
 
 @app.command("run")

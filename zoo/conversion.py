@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -19,13 +20,21 @@ from torch import Tensor, nn
 
 from zoo.components import registry
 from zoo.components.contracts import Linear, StoredLinear
-from zoo.components.spec import Spec, SpecError, check, load, transform
-from zoo.model import LayerSpec, Model, ModelSpec
+from zoo.components.spec import Spec, SpecError, check, indices, load, picks, read_value, transform
+from zoo.loading import finish
+from zoo.model import Model, ModelSpec
 
 S = TypeVar("S", bound=Spec)
 Tensors = dict[str, Tensor]
-PLACES = ("mixer.projection", "mixer.position", "mlp")
-registry.declare("conversion", "zoo.conversions", "how one kind of part becomes another, weights included")
+To = str | Mapping[str, Any]
+PLACES = ("mixer.projection", "mixer.position", "mlp", "position")  # the last one in the embedding, the others in layers
+SHORT: dict[str, dict[str, Any]] = {
+    "mha": {"name": "gqa", "kv_heads": None},
+    "mqa": {"name": "gqa", "kv_heads": 1},
+    "mla": {"name": "latent"},
+    "half": {"name": "rope", "layout": "half"},
+    "interleaved": {"name": "rope", "layout": "interleaved"},
+}
 
 
 class ConversionError(ValueError):
@@ -33,23 +42,23 @@ class ConversionError(ValueError):
 
 
 class Work(NamedTuple):
-    """One layer to convert.
+    """One site to convert: a layer, or the embedding.
 
-    index: of the layer. old, new: before and after. held: its tensors, dense and float32, named from the layer. moment: [M, M] float64
-    second moment of the mixer's input, where there is calibration text.
+    path: of the site, ``layers.3`` or ``embed``. old, new: its spec before and after. held: its tensors, dense and float32, named
+    from the site. moment: [M, M] float64 second moment of the mixer's input, where there is calibration text.
     """
 
-    index: int
-    old: LayerSpec
-    new: LayerSpec
+    path: str
+    old: Any
+    new: Any
     held: Tensors
     moment: Tensor | None
 
 
 class Converted(NamedTuple):
-    """What became of one layer.
+    """What became of one site.
 
-    tensors: float32, those that are new or changed, named from the layer. exact: the layer computes what it did, up to rounding.
+    tensors: float32, those that are new or changed, named from the site. exact: the model computes what it did, up to rounding.
     error: relative Frobenius distance of the weights concerned. lost: what the error does not show, in words.
     """
 
@@ -60,9 +69,9 @@ class Converted(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One converted layer in the report."""
+    """One converted site in the report, or all that a conversion did alike. where: ``layers.3``, ``layers.0:30``, ``embed``."""
 
-    layer: int
+    where: str
     conversion: str
     exact: bool
     weight_error: float
@@ -71,7 +80,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did to a model. weight_error: the largest of the layers'."""
+    """What a conversion did to a model. weight_error: the largest of the rows'."""
 
     rows: list[Row]
 
@@ -87,81 +96,202 @@ class Report:
     def lost(self) -> list[str]:
         return sorted({row.lost for row in self.rows} - {""})
 
+    def kinds(self) -> list[Row]:
+        """One row for each conversion and what it lost, with the largest weight error."""
+        groups: dict[tuple[str, bool, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.conversion, row.exact, row.lost), []).append(row)
+        return [
+            Row(_together([row.where for row in rows]), name, exact, max(row.weight_error for row in rows), lost)
+            for (name, exact, lost), rows in groups.items()
+        ]
+
     def __str__(self) -> str:
-        name, layers = self.rows[0].conversion, f"{len(self.rows)} layers"
-        if self.exact:
-            return f"{name}, {layers}: exact"
-        return "; ".join([f"{name}, {layers}: weights differ by at most {self.weight_error:.4f}", *self.lost])
+        return "\n".join("; ".join([f"{k.conversion} at {k.where}: {said(k)}", *filter(None, [k.lost])]) for k in self.kinds())
+
+
+def said(row: Row) -> str:
+    """Whether the weights still say the same, in words."""
+    return "exact" if row.exact else f"weights differ by at most {row.weight_error:.4f}"
+
+
+def _together(places: Sequence[str]) -> str:
+    layers = [int(place.removeprefix("layers.")) for place in places if place.startswith("layers.")]
+    return f"layers.{indices(layers)}" if layers else ", ".join(places)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Spec):
-    """From one kind of part to another. The part name is START_to_END.
-
-    place: where in a layer the part stands. calibrated: it can use the second moment of the mixer's input.
-    """
+    """From one kind of part to another. The part name is START_to_END. place: where in its site the part stands."""
 
     family: ClassVar[str] = "conversion"
     place: ClassVar[str] = "mixer.projection"
-    calibrated: ClassVar[bool] = False
+
+    @property
+    def calibrated(self) -> bool:
+        """It loses something, and less where it knows the second moment of the mixer's input."""
+        return False
 
     @abstractmethod
-    def target(self, layer: LayerSpec, width: int) -> LayerSpec:
-        """What the layer becomes. Raises ConversionError with the reason where it cannot."""
+    def target(self, site: Any, width: int) -> Any:
+        """What the spec of a layer or of the embedding becomes. Raises ConversionError with the reason where it cannot."""
 
     @abstractmethod
     def convert(self, work: Work) -> Converted:
-        """The new layer's tensors."""
+        """The new site's tensors."""
+
+    def context(self, spec: ModelSpec) -> int:
+        """Positions that the model is for once it is converted."""
+        return spec.context
 
 
-def convert(model: Model, to: str | Mapping[str, Any], *, ids: Tensor | None = None) -> tuple[Model, Report]:
+# ---- what is asked -----------------------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """word: what a part is to become. fields: of the conversion. where: path of the part as overrides write it, "" is anywhere."""
+
+    word: str
+    fields: dict[str, Any]
+    where: str
+
+    def takes(self, path: str, layers: int) -> bool:
+        """Whether the part at ``path`` is meant."""
+        pattern, steps = self.where.split("."), path.split(".")
+        each = (picks(p, int(s), layers) if s.isdigit() else fnmatchcase(s, p) for p, s in zip(pattern, steps, strict=False))
+        return not self.where or (len(pattern) == len(steps) and all(each))
+
+
+class Plan(NamedTuple):
+    """moves: the conversion of each site, by path. spec: what the model becomes."""
+
+    moves: dict[str, Conversion]
+    spec: ModelSpec
+
+    @property
+    def calibrated(self) -> bool:
+        """Calibration text would change the outcome."""
+        return any(move.calibrated for move in self.moves.values())
+
+
+def read(to: To) -> Wanted:
+    """Raises SpecError for what is no conversion at all: text that is not YAML, unknown words and fields, values of another type."""
+    where, equals, raw = to.partition("=") if isinstance(to, str) else ("", "", "")
+    value = read_value(raw if equals else to) if isinstance(to, str) else to
+    if not isinstance(value, (str, Mapping)):
+        raise SpecError([f"to: expected a name, or a mapping with a name, got {value!r}"])
+    fields = {"name": value} if isinstance(value, str) else dict(value)
+    word = str(fields.pop("name", ""))
+    short = dict(SHORT.get(word, {"name": word}))
+    if twice := sorted(short.keys() & fields.keys()):
+        raise SpecError([f"to.{name}: {word} says it already; write {short['name']!r} to choose it" for name in twice])
+    wanted = Wanted(short.pop("name"), short | fields, where.strip() if equals else "")
+    _check(word, wanted)
+    return wanted
+
+
+def mistakes(to: To) -> list[str]:
+    """What ``read`` raises, as reasons without a place."""
+    try:
+        read(to)
+    except SpecError as e:
+        return [line.removeprefix("to").lstrip(".: ") for line in e.errors]
+    return []
+
+
+def _check(word: str, wanted: Wanted) -> None:
+    """Some conversion leads to the word and takes the fields."""
+    ends = {name.partition("_to_")[2] for name in registry.names("conversion")}
+    if wanted.word not in ends:
+        known = sorted(ends | SHORT.keys())
+        raise SpecError([f"to: nothing converts to {word!r}{registry.nearest(word, known)}; there are {', '.join(known)}"])
+    errors: list[str] = []
+    for name in (n for n in registry.names("conversion") if n.endswith(f"_to_{wanted.word}")):
+        try:
+            load(Conversion, {"name": name, **wanted.fields}, place="to")
+            return
+        except SpecError as e:
+            errors += e.errors
+    raise SpecError(dict.fromkeys(errors))
+
+
+def plan(spec: ModelSpec, to: To) -> Plan:
+    """What ``convert`` would do, from the declaration alone. Raises what it raises."""
+    wanted, width = read(to), spec.width
+    moves = {path: move for path, site in _sites(spec) if (move := _move(path, site, wanted, len(spec.layers)))}
+    if not moves:
+        raise ConversionError(_nothing(spec, wanted))
+    new = {path: _target(path, site, moves[path], width) if path in moves else site for path, site in _sites(spec)}
+    context = next(iter(moves.values())).context(spec)
+    layers = tuple(new[f"layers.{i}"] for i in range(len(spec.layers)))
+    planned = dataclasses.replace(spec, embed=new["embed"], layers=layers, context=context)
+    problems = check(planned)
+    if problems:
+        raise SpecError(problems)
+    return Plan(moves, planned)
+
+
+def _sites(spec: ModelSpec) -> Iterator[tuple[str, Spec]]:
+    yield "embed", spec.embed
+    yield from ((f"layers.{i}", layer) for i, layer in enumerate(spec.layers))
+
+
+def _move(path: str, site: Spec, wanted: Wanted, layers: int) -> Conversion | None:
+    known = registry.names("conversion")
+    for place, part in _parts(site):
+        name = f"{part.name}_to_{wanted.word}"
+        if name in known and wanted.takes(f"{path}.{place}", layers):
+            return load(Conversion, {"name": name, **wanted.fields}, place="to")
+    return None
+
+
+def _parts(site: Spec) -> Iterator[tuple[str, Spec]]:
+    """The parts of a site that a conversion may start from, with their places in it."""
+    for place in PLACES:
+        part = reduce(lambda at, name: getattr(at, name, None), place.split("."), site)
+        if isinstance(part, Spec):
+            yield place, part
+
+
+def _target(path: str, site: Spec, move: Conversion, width: int) -> Spec:
+    try:
+        return move.target(site, width)
+    except ConversionError as e:
+        raise ConversionError(f"{path}: {e}") from None
+
+
+def _nothing(spec: ModelSpec, wanted: Wanted) -> str:
+    here = {part.name for _, site in _sites(spec) for _, part in _parts(site)}
+    reachable = sorted(name.replace("_to_", " to ") for name in registry.names("conversion") if name.partition("_to_")[0] in here)
+    where = f"at {wanted.where}" if wanted.where else "in this model"
+    return f"nothing {where} converts to {wanted.word!r}; the model has {', '.join(sorted(here))}. Reachable: {', '.join(reachable)}"
+
+
+# ---- the work ----------------------------------------------------------------------------------------------------------------
+
+
+def convert(model: Model, to: To, *, ids: Tensor | None = None) -> tuple[Model, Report]:
     """A new model whose parts are of the kind ``to`` wherever a conversion leads there; the old one is left as it is.
 
     Tensors that do not change are shared with the old model.
 
-    to: the name of a part, or a mapping with ``name`` and the conversion's fields, as {name: latent, rank: 64}. ids: [B, T] int64
-    tokens of calibration text; conversions that lose something then lose what such text needs least. Converted linear parts are
-    dense and of the model's dtype. Raises ConversionError, before any work, where no layer can be converted or one cannot.
+    to: the name of a part (``latent``), a short name (``mha``, ``mqa``, ``mla``, ``half``, ``interleaved``), a mapping with ``name``
+    and the conversion's fields ({name: latent, rank: 64}), or a one-line edit that also says where
+    (``layers.0:8.mixer.projection={name: mla, rank: 64}``). ids: [B, T] int64 tokens of calibration text; conversions that lose
+    something then lose what such text needs least. Converted linear parts are dense and of the model's dtype.
+
+    Raises SpecError for what is no conversion, ConversionError where no part can be converted or one cannot, before any work.
     """
-    moves = plan(model.spec, to)
-    width = model.spec.width
-    layers = [moves[i].target(layer, width) if i in moves else layer for i, layer in enumerate(model.spec.layers)]
-    spec = dataclasses.replace(model.spec, layers=tuple(layers))
-    problems = check(spec)
-    if problems:
-        raise SpecError(problems)
-    needed = [i for i, move in moves.items() if move.calibrated]
+    moves, spec = plan(model.spec, to)
+    old, new = dict(_sites(model.spec)), dict(_sites(spec))
+    needed = [path for path, move in moves.items() if move.calibrated]
     moments = second_moments(model, ids, needed) if ids is not None else {}
     state, rows = model.state_dict(), []
-    for i, move in moves.items():
-        done = move.convert(Work(i, model.spec.layers[i], layers[i], dense_tensors(model.layers[i]), moments.get(i)))
-        state = exchange(state, f"layers.{i}.", done.tensors, spec, model.dtype)
-        rows.append(Row(i, move.name, done.exact, done.error, done.lost))
+    for path, move in moves.items():
+        done = move.convert(Work(path, old[path], new[path], dense_tensors(model.get_submodule(path)), moments.get(path)))
+        state = exchange(state, f"{path}.", done.tensors, spec, model.dtype)
+        rows.append(Row(path, move.name, done.exact, done.error, done.lost))
     return rebuilt(model, spec, state), Report(rows)
-
-
-def plan(spec: ModelSpec, to: str | Mapping[str, Any]) -> dict[int, Conversion]:
-    """The conversion of each layer that one applies to. Raises ConversionError, listing what can be reached, if there is none."""
-    fields = {"name": to} if isinstance(to, str) else dict(to)
-    word = str(fields.pop("name", ""))
-    known = registry.names("conversion")
-    moves: dict[int, Conversion] = {}
-    for i, layer in enumerate(spec.layers):
-        names = [f"{_at(layer, place).name}_to_{word}" for place in PLACES]
-        found = next((name for name in names if name in known), None)
-        if found:
-            moves[i] = load(Conversion, {"name": found, **fields}, place="to")
-    if not moves:
-        here = {_at(layer, place).name for layer in spec.layers for place in PLACES}
-        reachable = sorted(name.replace("_to_", " to ") for name in known if name.partition("_to_")[0] in here)
-        raise ConversionError(
-            f"nothing in this model converts to {word!r}; it has {', '.join(sorted(here))}. Reachable: {', '.join(reachable)}"
-        )
-    return moves
-
-
-def _at(layer: LayerSpec, place: str) -> Any:
-    return reduce(getattr, place.split("."), layer)
 
 
 def unpacked(spec: S) -> S:
@@ -169,10 +299,10 @@ def unpacked(spec: S) -> S:
     return transform(spec, lambda part: load(Linear, "dense") if isinstance(part, Linear) else part)
 
 
-def dense_tensors(layer: nn.Module) -> Tensors:
-    """The layer's tensors in float32, stored linear modules as the matrices that they stand for."""
-    found = dict(layer.state_dict())
-    for path, module in layer.named_modules():
+def dense_tensors(site: nn.Module) -> Tensors:
+    """A layer's or the embedding's tensors in float32, stored linear modules as the matrices that they stand for."""
+    found = dict(site.state_dict())
+    for path, module in site.named_modules():
         if isinstance(module, StoredLinear):
             for name in module.canonical():
                 found.pop(f"{path}.{name}")
@@ -183,7 +313,7 @@ def dense_tensors(layer: nn.Module) -> Tensors:
 
 
 def exchange(state: Tensors, prefix: str, new: Tensors, spec: ModelSpec, dtype: torch.dtype) -> Tensors:
-    """The state with one layer's new tensors in, in the dtype that each is held in, and without those that it no longer has."""
+    """The state with one site's new tensors in, in the dtype that each is held in, and without those that it no longer has."""
     tensors = spec.tensors()
     kinds = {name: getattr(torch, info.dtype) if info.dtype else dtype for name, info in tensors.items()}
     changed = {prefix + name: tensor.to(kinds[prefix + name]).contiguous() for name, tensor in new.items()}
@@ -196,30 +326,30 @@ def rebuilt(model: Model, spec: ModelSpec, state: Tensors) -> Model:
         new = spec.build()
     new.load_state_dict(state, assign=True)
     new.requires_grad_(any(p.requires_grad for p in model.parameters()))  # loaded models are frozen
-    new.tie()
+    finish(new, "")
     new.config, new.source = model.config, model.source and dataclasses.replace(model.source, table=[])
     return new.eval()
 
 
 @torch.no_grad()
-def second_moments(model: Model, ids: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Mean x x^T [M, M] float64 of the inputs of each layer's key projection."""
-    sums = {i: torch.zeros(model.spec.width, model.spec.width, dtype=torch.float64) for i in layers}
+def second_moments(model: Model, ids: Tensor, layers: Sequence[str]) -> dict[str, Tensor]:
+    """Mean x x^T [M, M] float64 of the inputs of the key projection of each layer, by path."""
+    sums = {path: torch.zeros(model.spec.width, model.spec.width, dtype=torch.float64) for path in layers}
 
-    def adder(i: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def adder(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def add(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             flat = args[0].flatten(0, -2).cpu().double()
-            sums[i] += flat.T @ flat
+            sums[path] += flat.T @ flat
 
         return add
 
     with ExitStack() as stack:
-        for i in layers:
-            keys = model.layers[i].get_submodule("mixer.projection.k")
-            stack.callback(keys.register_forward_pre_hook(adder(i)).remove)
+        for path in layers:
+            keys = model.get_submodule(f"{path}.mixer.projection.k")
+            stack.callback(keys.register_forward_pre_hook(adder(path)).remove)
         for row in ids.split(1):
             model(row.to(model.device))
-    return {i: total / ids.numel() for i, total in sums.items()}
+    return {path: total / ids.numel() for path, total in sums.items()}
 
 
 def relative(new: Tensor, old: Tensor) -> float:

@@ -38,7 +38,7 @@ def _find(model: str | Path | Mapping[str, Any] | ModelSpec) -> ModelSpec:
         return load(ModelSpec, read_yaml(path))
     if str(model) in names():
         return load(ModelSpec, read_yaml(files("zoo.models") / f"{model}.yaml"))
-    if "/" in str(model) or path.exists():
+    if "/" in str(model) or "#" in str(model) or path.exists():
         return checkpoint_spec(model)
     raise ValueError(f"no model named {str(model)!r}{registry.nearest(str(model), names())}; or give a folder, a .gguf file or a YAML file")
 
@@ -46,11 +46,14 @@ def _find(model: str | Path | Mapping[str, Any] | ModelSpec) -> ModelSpec:
 def checkpoint_spec(reference: str | Path) -> ModelSpec:
     """The spec that a checkpoint's config declares; no weights are read."""
     from zoo.checkpoint import open_checkpoint, read_config
+    from zoo.dequantized import dequantized
     from zoo.family import family_for
     from zoo.loading import read_spec
 
-    config = read_config(reference)
-    tensors = open_checkpoint(reference).tensors() if "quantization_config" in config else None
+    config, tensors = read_config(reference), None
+    if "quantization_config" in config:
+        checkpoint = dequantized(open_checkpoint(reference))
+        config, tensors = checkpoint.config, checkpoint.tensors()
     return read_spec(family_for(config, str(reference)), config, str(reference), tensors=tensors)[0]
 
 

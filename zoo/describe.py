@@ -10,7 +10,7 @@ import torch
 
 from zoo.components import registry
 from zoo.components.contracts import Linear
-from zoo.components.spec import Child, Spec, TensorInfo, dump, indices, transform
+from zoo.components.spec import Child, Spec, dump, indices, transform
 from zoo.model import LayerSpec, ModelSpec
 
 
@@ -41,7 +41,7 @@ class Summary:
 
 def summarize(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Summary:
     """Parameters and bytes by component; equal layers share a line."""
-    rows = list(_rows(spec, dtype))
+    rows = [_row(place, dtype) for place in places(spec)]
     return Summary(
         components=rows,
         parameters=sum(r.parameters for r in rows),
@@ -51,31 +51,41 @@ def summarize(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Summary:
     )
 
 
-def _rows(spec: ModelSpec, dtype: torch.dtype) -> Iterator[Component]:
+@dataclass(frozen=True)
+class Place:
+    """A component of a model: its path, its part, how many equal layers have it, and what such a layer is (None outside layers)."""
+
+    path: str
+    child: Child
+    copies: int = 1
+    layer: LayerSpec | None = None
+
+
+def places(spec: ModelSpec) -> Iterator[Place]:
+    """The components of a model in the order in which a token passes them; equal layers are one."""
     children = spec.children()
-    yield _row("embed", children["embed"], dtype)
+    yield Place("embed", children["embed"])
     alike: dict[LayerSpec, list[int]] = {}
     for i, layer in enumerate(spec.layers):
         alike.setdefault(layer, []).append(i)
     for layer, where in alike.items():
-        yield from _layer_rows(f"layers.{indices(where)}", Child(layer, (spec.width, where[0])), len(where), dtype)
-    yield _row("norm", children["norm"], dtype)
-    yield _row("head", children["head"], dtype)
+        for name, child in _inside(layer, spec.width, where[0]).items():
+            yield Place(f"layers.{indices(where)}.{name}", child, len(where), layer)
+    yield Place("norm", children["norm"])
+    yield Place("head", children["head"])
 
 
-def _layer_rows(name: str, layer: Child, copies: int, dtype: torch.dtype) -> Iterator[Component]:
+def _inside(layer: LayerSpec, width: int, index: int) -> dict[str, Child]:
     """The mixer's and the layer's own parts; those without weights carry the choice alone."""
-    inside = {k: c for k, c in layer.spec.children(*layer.at).items() if k != "mixer"}
-    mixer = layer.spec.children(*layer.at)["mixer"]
-    for key, child in {f"mixer.{k}": c for k, c in mixer.spec.children(*mixer.at).items()}.items():
-        yield _row(f"{name}.{key}", child, dtype, copies)
-    for key, child in inside.items():
-        yield _row(f"{name}.{key}", child, dtype, copies)
+    children = layer.children(width, index)
+    mixer = children.pop("mixer")
+    return {f"mixer.{k}": c for k, c in mixer.spec.children(*mixer.at).items()} | children
 
 
-def _row(path: str, child: Child, dtype: torch.dtype, copies: int = 1) -> Component:
-    stored = child.spec.tensors(*child.at).values()
-    return Component(path, _words(child.spec), copies * _weights(child), copies * sum(_bytes(t, dtype) for t in stored))
+def _row(place: Place, dtype: torch.dtype) -> Component:
+    spec, at = place.child.spec, place.child.at
+    stored = sum(t.bytes(dtype.itemsize) for t in spec.tensors(*at).values())
+    return Component(place.path, words(spec), place.copies * _weights(place.child), place.copies * stored)
 
 
 def _weights(child: Child) -> int:
@@ -83,12 +93,7 @@ def _weights(child: Child) -> int:
     return sum(math.prod(t.shape) for t in dense.tensors(*child.at).values())
 
 
-def _bytes(info: TensorInfo, dtype: torch.dtype) -> int:
-    kind = getattr(torch, info.dtype) if info.dtype else dtype
-    return math.prod(info.shape) * kind.itemsize
-
-
-def _words(spec: Spec) -> str:
+def words(spec: Spec) -> str:
     """The part's name with the names of the parts in its fields, e.g. ``rope (scaling: llama3)``; defaults stay silent."""
     data = dump(spec)
     if isinstance(data, str):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from zoo.components import registry
 from zoo.components.contracts import CachePolicy, Kernel, Linear
@@ -15,17 +15,24 @@ from zoo.components.spec import Spec, compact, diff, load, transform
 from zoo.model import ModelSpec
 from zoo.weights import Rule
 
+if TYPE_CHECKING:
+    from zoo.multi_token import StoredDepths
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Spec):
     """A family of checkpoints. Its part name is the ``model_type`` of config.json.
 
     architecture: what config.json calls the class that loads it. ignored: pattern of tensors that are in files but are no weights.
+    spelling: this family's words for config fields, by the usual word. towers: of a checkpoint that holds several models, for each of
+    their names the config fields that say how it is read alone (see zoo.towers).
     """
 
     family: ClassVar[str] = "family"
     architecture: ClassVar[str] = ""
     ignored: ClassVar[str] = r"(?!)"
+    spelling: ClassVar[Mapping[str, str]] = {}
+    towers: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @abstractmethod
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -41,16 +48,32 @@ class Family(Spec):
         Raises ValueError for a spec that the family's code cannot run: what is written is read back and must say the same.
         """
         wanted = architecture(spec)
-        written = {**config, "architectures": [self.architecture], "model_type": self.name, **self.fields(wanted, config)}
+        written = {**config, "architectures": [self.loader(wanted)], "model_type": self.name, **self.fields(wanted, config)}
         rows = compact(diff(architecture(self.read(written)), wanted))
         if rows:
             lost = "; ".join(f"{path} is {have} where it can only say {says}" for path, says, have in rows)
             raise ValueError(f"a {self.name} config cannot say all of this model: {lost}")
         return written
 
+    def loader(self, spec: ModelSpec) -> str:
+        """What config.json calls the class that loads a spec; it differs where heads do."""
+        return self.architecture
+
     @abstractmethod
     def rules(self, spec: ModelSpec) -> list[Rule]:
         """The weight table; rules for tensors that the spec does not have are left out by the caller."""
+
+    def rules_for(self, spec: ModelSpec, names: Collection[str]) -> list[Rule]:
+        """``rules`` in the layout of files that hold tensors of these names, for families whose files come in several layouts."""
+        return self.rules(spec)
+
+    def known_as(self, names: Collection[str], spec: ModelSpec) -> dict[str, str]:
+        """Name of each tensor in the files -> its name in the table, for files that spell names in another way."""
+        return {name: name for name in names}
+
+    def multi_token(self, config: Mapping[str, Any]) -> StoredDepths | None:
+        """The modules beside the model that predict more tokens ahead, None for checkpoints without. See zoo.multi_token.load."""
+        return None
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         """Whether a tensor that is in the files is no weight of the model."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from zoo.components.contracts import Linear
 from zoo.components.spec import Spec, TensorInfo
+
+T = TypeVar("T")
+JSON = {Mapping: "an object", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +57,22 @@ class Format(Spec):
     @abstractmethod
     def config(self, storages: Mapping[str, Linear]) -> dict[str, Any]:
         """The quantization_config for a model whose linear modules (by disk name, all of them) have these storages."""
+
+
+def member(data: Mapping[str, Any], name: str, kind: type[T], default: T, place: str) -> T:
+    """A field of a config, ``default`` where it is absent or null. Raises ValueError, naming the field, where it is of another kind."""
+    value = data.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        raise ValueError(f"{place}.{name} must be {JSON[kind]}, it is a {type(value).__name__} ({value!r:.60})")
+    return value
+
+
+def words(data: Mapping[str, Any], name: str, place: str) -> list[str]:
+    """A field that is a list of strings, empty where it is absent or null. Raises ValueError naming the first item that is none."""
+    found = member(data, name, list, [], place)
+    for i, item in enumerate(found):
+        if not isinstance(item, str):
+            raise ValueError(f"{place}.{name}.{i} must be a string, it is a {type(item).__name__} ({item!r:.60})")
+    return found

@@ -15,15 +15,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from torch import Tensor
 
 from zoo.checkpoint import Checkpoint, CheckpointError
-from zoo.components.ops.rotary import frequencies
-from zoo.components.rope_scaling.llama3 import Llama3
 from zoo.components.spec import TensorInfo
+from zoo.family import family_for
+from zoo.gguf_architectures import ARCHITECTURES, CONSUMED
+from zoo.layouts import rope_rows
+from zoo.weights import written_out
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -134,39 +136,60 @@ def _blocks(raw: list[tuple[str, tuple[int, ...], int, int]], start: int, header
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file of an architecture that a family of ours can read. Weights are decoded to fp32."""
+    """A GGUF file of an architecture that a family of ours can read. Weights are decoded to float32."""
 
     def __init__(self, path: Path, reference: str):
         self.path, self.reference = path, reference
         self.metadata, self._block = read_header(path)
         self.architecture = str(self.metadata.get("general.architecture"))
-        if self.architecture not in CONFIGS:
-            raise CheckpointError(f"{reference}: GGUF architecture {self.architecture!r} is not known; known: {', '.join(sorted(CONFIGS))}")
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(sorted(ARCHITECTURES))
+            raise CheckpointError(f"{reference}: GGUF architecture {self.architecture!r} is not known; known: {known}")
+        self.kind = ARCHITECTURES[self.architecture]
         try:
-            self.config = CONFIGS[self.architecture](self)
+            self.config = self.kind.config(self)
             self._name = self._names()
-        except (TypeError, ArithmeticError, AttributeError) as e:
-            raise CheckpointError(f"{reference}: the metadata holds values of the wrong kind: {e}") from None
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
+            raise CheckpointError(f"{reference}: the metadata holds values that no model can have: {e}") from None
         self.dtype = torch.float32
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {ours: TensorInfo(self._block[theirs].shape, "float32") for ours, theirs in self._name.items()}
 
     def read(self, name: str) -> Tensor:
-        block = self._block[self._name[name]]
+        values = self.values(self._name[name])
+        module, _, leaf = name.rpartition(".")
+        if self.kind.norm_offset and leaf == "weight" and module.endswith("norm"):
+            return values - self.kind.norm_offset
+        heads = self._heads.get(module.rpartition(".")[2])
+        return rope_rows(heads).forward([values])[0] if self.kind.permuted and heads else values
+
+    @property
+    def _heads(self) -> dict[str, int]:
+        """Heads of the projections whose rows llama.cpp turns into interleaved pairs."""
+        return {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
+
+    def values(self, tensor: str) -> Tensor:
+        """A tensor under its name in the file, decoded to float32."""
+        block = self._block[tensor]
         data = np.fromfile(self.path, np.uint8, block.bytes, offset=block.offset)
         if block.kind == GGMLQuantizationType.F32:
             values = data.view(np.float32)
         else:
             elements, size = GGML_QUANT_SIZES[block.kind]
             values = dequantize(data.reshape(-1, block.shape[-1] // elements * size), block.kind)
-        return self._unpermute(name, torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(block.shape))
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(block.shape)
 
     @property
     def tokenizer(self) -> Any:
         from zoo.tokenizers import from_gguf
 
-        return from_gguf(self.metadata)
+        try:
+            return from_gguf(self.metadata)
+        except CheckpointError as e:
+            raise type(e)(f"{self.reference}: {e}") from None
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -183,99 +206,23 @@ class GGUFCheckpoint(Checkpoint):
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         if value is None:
             raise CheckpointError(f"{self.reference}: the metadata has no {self.architecture}.{name}")
-        return value
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # the decimal that was meant
 
     def has(self, tensor: str) -> bool:
         return tensor in self._block
 
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        return self._block[tensor].shape
+
     def _names(self) -> dict[str, str]:
-        """Name as Hugging Face has it -> name in the file."""
-        if not 0 < self.key("block_count") <= len(self._block):
-            raise CheckpointError(
-                f"{self.reference}: {self.key('block_count')} layers are announced, the file has {len(self._block)} tensors"
-            )
+        """Name as Hugging Face has it -> name in the file; tensors of no known name keep their own."""
+        layers = self.config["num_hidden_layers"]
+        if not 0 < layers <= len(self._block):
+            raise CheckpointError(f"{self.reference}: {layers} layers are announced, the file has {len(self._block)} tensors")
+        family = family_for(self.config, self.reference)
+        spec = family.read(self.config)
         arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
-        back = _reverse(TensorNameMap(arch, self.key("block_count")), self.key("block_count"))
-        out = {}
-        for theirs in self._block:
-            stem, _, leaf = theirs.rpartition(".")
-            if theirs in CONSUMED:
-                continue
-            out[f"{back[stem]}.{leaf}" if stem in back else theirs] = theirs
-        return out
-
-    def _unpermute(self, name: str, w: Tensor) -> Tensor:
-        """llama.cpp stores q and k rows for interleaved rotation; give back the half layout."""
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-        kind = name.split(".")[-2] if "." in name else ""
-        if self.architecture != "llama" or kind not in heads:
-            return w
-        return w.unflatten(0, (self.config[heads[kind]], -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
-CONSUMED = frozenset({"rope_freqs.weight"})
-HF_NAMES = ("model.embed_tokens", "model.norm", "lm_head", *(f"model.layers.{{bid}}.{n}" for n in (
-    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")))  # fmt: skip
-
-
-def _reverse(table: TensorNameMap, blocks: int) -> dict[str, str]:
-    """GGUF stem -> Hugging Face stem, through the library's own name map."""
-    names = [n.format(bid=b) for n in HF_NAMES for b in (range(blocks) if "{bid}" in n else [0])]
-    return {gguf: n for n in names if (gguf := table.get_name(n)) is not None}
-
-
-def _llama(file: GGUFCheckpoint) -> dict[str, Any]:
-    """Metadata of architecture ``llama`` -> a LlamaForCausalLM config."""
-    width, heads = file.key("embedding_length"), file.key("attention.head_count")
-    head_dim = file.key("attention.key_length", file.key("rope.dimension_count", width // heads))
-    theta = float(file.key("rope.freq_base", 10_000.0))
-    vocab = file._block["token_embd.weight"].shape[0] if file.has("token_embd.weight") else file.key("vocab_size")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": width,
-        "intermediate_size": file.key("feed_forward_length"),
-        "num_hidden_layers": file.key("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.key("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": file.key("context_length", 2048),
-        "rms_norm_eps": round(float(file.key("attention.layer_norm_rms_epsilon")), 12),
-        "hidden_act": "silu",
-        "attention_bias": file.has("blk.0.attn_q.bias"),
-        "mlp_bias": file.has("blk.0.ffn_up.bias"),
-        "tie_word_embeddings": not file.has("output.weight"),
-        "rope_theta": theta,
-        "rope_scaling": _scaling(file, theta, head_dim),
-        "torch_dtype": "float32",
-    }
-    tokens = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-    return config | {k: file.metadata[f"tokenizer.ggml.{v}"] for k, v in tokens.items() if f"tokenizer.ggml.{v}" in file.metadata}
-
-
-def _scaling(file: GGUFCheckpoint, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Rope scaling from the metadata, or from the divisors that Llama 3 files carry as a tensor."""
-    if file.has("rope_freqs.weight"):
-        return _llama3_scaling(file, theta, head_dim)
-    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    original = file.key("rope.scaling.original_context_length", file.key("context_length", 2048))
-    return {"rope_type": kind, "factor": file.key("rope.scaling.factor"), "original_max_position_embeddings": original}
-
-
-def _llama3_scaling(file: GGUFCheckpoint, theta: float, head_dim: int) -> dict[str, Any]:
-    """The published Llama 3 setting whose divisors the file holds."""
-    block = file._block["rope_freqs.weight"]
-    held = torch.from_numpy(np.fromfile(file.path, np.float32, math.prod(block.shape), offset=block.offset))
-    for factor in (8.0, 16.0, 32.0):
-        setting = Llama3(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, context=8192)
-        if torch.allclose(frequencies(theta, head_dim) / setting.frequencies(theta, head_dim, None), held, rtol=1e-4):
-            return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192}  # fmt: skip
-    raise CheckpointError(f"{file.reference}: rope_freqs.weight holds divisors of no published Llama 3 setting")
-
-
-CONFIGS = {MODEL_ARCH_NAMES[MODEL_ARCH.LLAMA]: _llama}
+        table = TensorNameMap(arch, layers)
+        theirs = [name for entry in written_out(spec, family.rules(spec)) for name in entry.theirs]
+        known = {f"{stem}.{name.rpartition('.')[2]}": name for name in theirs if (stem := table.get_name(name.rpartition(".")[0]))}
+        return {known.get(name, name): name for name in self._block if name not in CONSUMED}

@@ -179,7 +179,7 @@ def _hub_errors(reference: str) -> Iterator[None]:
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
-        HTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] (its library's name differs between versions)
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,

@@ -39,6 +39,11 @@ def split_evenly(count: int, dim: int = 0) -> Op:
     return Op(lambda ts: list(ts[0].chunk(count, dim)), lambda ts: [torch.cat(ts, dim)])
 
 
+def joined(count: int, dim: int = 0) -> Op:
+    """``count`` tensors of the same size on disk are one, end to end along ``dim`` (StableLM's norms of single heads)."""
+    return Op(lambda ts: [torch.cat(ts, dim)], lambda ts: list(ts[0].chunk(count, dim)))
+
+
 def split_groups(groups: int, sizes: Sequence[int], dim: int = 0) -> Op:
     """Along ``dim`` one tensor repeats ``groups`` times [a rows, b rows, ...]; ours are all a, all b, ... (GPT-NeoX, Falcon, Bloom)."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +21,16 @@ from zoo.components import registry
 from zoo.components.contracts import Linear, Prepared
 from zoo.components.spec import Spec, SpecError, TensorInfo, check, dump, override
 from zoo.components.spec import load as load_spec
+from zoo.dequantized import METHODS, dequantized
 from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
+from zoo.renamed import Renamed
 from zoo.weights import Entry, below, check_names, entries, fill, linear_names, linears
 
 GIB = 1 << 30
 MOST_LAYERS = 10_000
+NAMED = 8  # tensors, in a warning
 
 
 @dataclass
@@ -48,10 +54,41 @@ class Source:
     def generation(self) -> dict[str, Any]:
         return self.checkpoint.generation
 
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        return self.checkpoint.preprocessing
+
     def fill(self, model: Model, prefix: str = "") -> None:
-        """Load the tensors below ``prefix``."""
-        fill(model, self.table, self.checkpoint, self.dtype, self.device, prefix)
+        """Load the tensors below ``prefix``. Warns (UserWarning) of those with NaN or infinite values."""
+        with ThreadPoolExecutor(1) as pool:  # each tensor is looked at while further ones are read
+            counts: list[tuple[str, Future[int]]] = []
+
+            def placed() -> Iterator[Entry]:
+                for entry in self.table:
+                    yield entry
+                    for name in (n for n in entry.ours if below(prefix, n)):
+                        label = entry.theirs[0] if len(entry.theirs) == 1 else name
+                        counts.append((label, pool.submit(not_finite, stored_tensor(model, name))))
+
+            fill(model, placed(), self.checkpoint, self.dtype, self.device, prefix)
+        found: Counter[str] = Counter()
+        for label, count in counts:
+            found[label] += count.result()
+        self._warn_of_damage(+found)
         finish(model, prefix)
+
+    def _warn_of_damage(self, found: Mapping[str, int]) -> None:
+        """Warn of tensors that hold so many values which are no numbers."""
+        if not found:
+            return
+        some = ", ".join(f"{name} ({count:,})" for name, count in list(found.items())[:NAMED])
+        rest = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        warnings.warn(
+            f"{self.reference}: {len(found)} tensors hold NaN or infinite values: {some}{rest}. What the model computes with them is NaN. "
+            "Either the files are damaged, then download them again, or their values are too large for "
+            f"{str(self.dtype).removeprefix('torch.')}, then load with dtype='float32'",
+            stacklevel=4,
+        )
 
 
 def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu",
@@ -63,13 +100,14 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     on the meta device; ``zoo.weights.materialize`` loads them part by part.
 
     Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
-    NotEnoughMemory before anything is read if the model cannot fit.
+    NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are NaN or infinite.
     """
-    checkpoint = open_checkpoint(reference)
+    checkpoint = dequantized(open_checkpoint(reference))
     family = family_for(checkpoint.config, checkpoint.reference)
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
     spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
-    table = entries(spec, family.rules(spec), format)
+    checkpoint = Renamed(checkpoint, family.known_as(checkpoint.tensors(), spec))
+    table = entries(spec, family.rules_for(spec, checkpoint.tensors()), format)
     check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name))
     if not lazy:
         check_memory(spec, kind, place, checkpoint.reference)
@@ -79,6 +117,21 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     if not lazy:
         model.source.fill(model)
     return model.eval()
+
+
+def stored_tensor(model: Model, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
+
+
+def not_finite(tensor: torch.Tensor) -> int:
+    """How many elements are NaN or infinite."""
+    if not tensor.is_floating_point():
+        return 0
+    wide = tensor if tensor.itemsize > 1 else tensor.float()  # few operators know 8-bit floats
+    if bool(wide.sum().isfinite()):  # NaN and infinity survive a sum, which needs one pass and no memory
+        return 0
+    return int(wide.isfinite().logical_not_().sum())
 
 
 def finish(model: Model, prefix: str) -> None:
@@ -99,11 +152,13 @@ def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: 
     """
     format = None
     try:
-        check_count(config, tensors)
+        check_count(config, family.spelling.get("num_hidden_layers", "num_hidden_layers"), tensors)
         spec = load_spec(ModelSpec, dump(family.read(config)))  # checks the types of what the config gave
-        if config.get("quantization_config"):
-            format = format_for(config["quantization_config"], reference)
-            spec = quantized_spec(spec, family, format, config["quantization_config"], tensors or {})
+        quantization = config.get("quantization_config")
+        if quantization is not None:
+            format = format_for(quantization)
+            names = family.known_as(tensors or {}, spec)
+            spec = quantized_spec(spec, family, format, quantization, {names[n]: t for n, t in (tensors or {}).items()})
     except KeyError as e:
         raise CheckpointError(f"{reference}: config.json has no {e.args[0]}") from None
     except SpecError as e:
@@ -117,23 +172,26 @@ def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: 
     return spec, format
 
 
-def check_count(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo] | None) -> None:
+def check_count(config: Mapping[str, Any], word: str, tensors: Mapping[str, TensorInfo] | None) -> None:
     """Raise ValueError for a number of layers that the files cannot hold, before a spec of that many is made."""
-    layers = config.get("num_hidden_layers", 1)
+    layers = config.get(word, config.get("num_hidden_layers", 1))
     most = MOST_LAYERS if tensors is None else len(tensors)
     if isinstance(layers, int) and not 0 < layers <= most:
-        raise ValueError(f"num_hidden_layers is {layers}, the files have {most} tensors" if tensors else f"num_hidden_layers is {layers}")
+        raise ValueError(f"{word} is {layers}" + (f", the files have {most} tensors" if tensors else ""))
 
 
-def format_for(quantization: dict[str, Any], reference: str) -> Format:
-    """The format part that answers to a ``quant_method``."""
-    method = str(quantization.get("quant_method"))
-    formats = [p.spec() for p in registry.parts("format")]
-    for format in formats:
-        if isinstance(format, Format) and format.method == method:
-            return format
-    known = ", ".join(sorted(f.method for f in formats if isinstance(f, Format)))
-    raise CheckpointError(f"{reference}: quant_method {method!r} is not supported; supported: {known}")
+def format_for(quantization: Any) -> Format:
+    """The format part that answers to a quantization_config's ``quant_method``. Raises ValueError listing the supported ones."""
+    formats = {f.method: f for f in (p.spec() for p in registry.parts("format")) if isinstance(f, Format)}
+    known = f"supported quant_method: {', '.join(sorted([*formats, *METHODS]))}"
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"quantization_config must be an object, it is a {type(quantization).__name__} ({quantization!r:.60}); {known}")
+    method = quantization.get("quant_method")
+    if method is None:
+        raise ValueError(f"quantization_config has no quant_method; {known}; without quantized weights leave the whole field out")
+    if not isinstance(method, str) or method not in formats:
+        raise ValueError(f"quantization_config.quant_method: {method!r:.60} is not supported; {known}")
+    return formats[method]
 
 
 def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any],
@@ -145,11 +203,15 @@ def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization
         module, _, leaf = name.rpartition(".")
         tensors.setdefault(module, {})[leaf] = info
     tie = spec.head.tie()
-    for path, _ in list(linears(spec)):
+    for path, child in list(linears(spec)):
         if tie and path == f"head.{tie[0].removesuffix('.weight')}":
             continue
-        storage = format.storage(quantization, names[path], tensors.get(names[path], {}))
+        name = names.get(path, path)  # modules that share a tensor on disk are packed under their own names
+        storage = format.storage(quantization, name, tensors.get(name, {}))
         if storage is not None:
+            wrong = [f"{field}: {why}" for field, why in storage.problems(*child.at)]
+            if wrong:
+                raise ValueError(f"quantization_config does not fit {name}: {'; '.join(wrong)}")
             spec = set_storage(spec, path, storage)
     return spec
 

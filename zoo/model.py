@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from zoo.components.contracts import (
     Ask,
     Cache,
     CachePolicy,
+    Call,
+    Chained,
     Embed,
     Head,
     HeadModule,
@@ -33,6 +36,7 @@ from zoo.components.contracts import (
     attach,
 )
 from zoo.components.spec import Child, Spec, TensorInfo, default
+from zoo.inputs import checked_axes, checked_documents, restarting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,9 @@ class MixerSpec(Spec):
             "pattern": Child(self.pattern),
             "kernel": Child(self.kernel.at_layer(index), (self.projection,)),
         }
+
+    def flops(self, call: Call, width: int, index: int) -> float:
+        return super().flops(replace(call, shown=self.pattern.pairs(call)), width, index)
 
     def slots(self) -> dict[str, Slot]:
         """What this layer keeps between calls."""
@@ -197,6 +204,25 @@ class ModelSpec(Spec):
         return Model(self)
 
 
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def checked_positions(positions: Tensor, rows: int, width: int, device: torch.device) -> Tensor:
+    """Positions as int64. Raises ValueError unless they are whole numbers from -1 on, of the ids' shape and device.
+
+    Their range is only looked at where that costs no wait for a device.
+    """
+    if positions.shape != (rows, width):
+        raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {[rows, width]}")
+    if positions.dtype not in WHOLE:
+        raise ValueError(f"positions must be whole numbers (int64), got {positions.dtype}")
+    if positions.device != device:
+        raise ValueError(f"positions are on {positions.device}, the ids on {device}; pass positions.to(ids.device)")
+    if device.type == "cpu" and positions.numel() and int(positions.min()) < -1:
+        raise ValueError(f"positions must be at least 0, or -1 for padding; the lowest is {int(positions.min())}")
+    return positions.long()
+
+
 class Model(nn.Module):
     """A callable model: ``model(ids) -> logits [B, T, V]``.
 
@@ -218,6 +244,9 @@ class Model(nn.Module):
         attach(self, {n: children[n] for n in ("embed", "norm", "head")})
         self.layers = nn.ModuleList(child.build() for name, child in children.items() if name.startswith("layers."))
         self.tie()
+        chained = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Chained)]
+        for mlp, following in pairwise(chained):
+            mlp.chain(following)
 
     def tie(self) -> None:
         """Make the head's tied parameter an alias of the embedding's."""
@@ -227,14 +256,20 @@ class Model(nn.Module):
             setattr(self.get_submodule(owner), leaf, getattr(self.embed, tied[1]))
 
     def forward(self, ids: Tensor, *, lengths: Sequence[int] | Tensor | None = None, positions: Tensor | None = None,
-                cache: Any | None = None, last: bool = False) -> Tensor:  # fmt: skip
+                cache: Any | None = None, last: bool = False, documents: Tensor | None = None,
+                axes: Tensor | None = None) -> Tensor:  # fmt: skip
         """ids [B, T] int64 -> logits [B, T, V] in the model's dtype.
 
         lengths: [B] valid tokens per row, the rest is right padding. positions: [B, T] absolute positions, -1 = padding, for left
         padding, packing and offsets; by default tokens continue where ``cache`` ends. last: only the last column's logits, [B, 1, V].
-        Logits of padding are meaningless. Raises ValueError for ids that are not [B, T] int64 or outside the vocabulary.
+        documents: [B, T] number of each token's document in a packed row, -1 = padding; every layer's pattern must look at them
+        (``{name: all_of, patterns: [causal, document]}``), and positions start anew in each unless they are given.
+        axes: [B, T, A] coordinates of each token for positions that turn by several (mrope: time, row, column), -1 turns by nothing;
+        by default each is the token's position.
+        Logits of padding are meaningless. Raises ValueError for ids that are not [B, T] int64 or outside the vocabulary, and for
+        positions, lengths, documents and axes of another shape, kind, range or device, or that the model has no use for.
         """
-        step = self.step(ids, lengths, positions, cache)
+        step = self.step(ids, lengths, positions, cache, documents, axes)
         try:
             x = self.hidden(ids, step, self.spec.cache.without() if cache is None else cache)
         except BaseException:
@@ -255,10 +290,21 @@ class Model(nn.Module):
             x = layer(x, step, cache)
         return self.norm(x)
 
-    def step(self, ids: Tensor, lengths: Any = None, positions: Tensor | None = None, cache: Any | None = None) -> Step:
+    def step(self, ids: Tensor, lengths: Any = None, positions: Tensor | None = None, cache: Any | None = None,
+             documents: Tensor | None = None, axes: Tensor | None = None) -> Step:  # fmt: skip
         """Check the inputs of one call and work out its positions."""
-        step = self._place(*self.spec.embed.size(ids), ids.device, lengths, positions, cache)
-        step.axes = self.spec.embed.axes(ids)
+        size, own = self.spec.embed.size(ids), self.spec.embed.axes(ids)
+        if axes is not None:
+            if own is not None:
+                raise ValueError(f"embed {self.spec.embed.name} knows the coordinates of its tokens; leave axes out")
+            own = checked_axes(axes, self.spec, size, ids.device)
+        if documents is not None:
+            documents = checked_documents(documents, self.spec, size, ids.device, cache is not None)
+            if lengths is not None:
+                raise ValueError("give lengths or documents, not both: documents say by -1 what is padding")
+            positions = restarting(documents) if positions is None else positions
+        step = self._place(*size, ids.device, lengths, positions, cache)
+        step.axes, step.inputs, step.segment = own, ids, documents
         return step
 
     def _place(self, rows: int, width: int, device: torch.device, lengths: Any, positions: Tensor | None, cache: Any | None) -> Step:
@@ -268,14 +314,13 @@ class Model(nn.Module):
         if positions is not None:
             if lengths is not None:
                 raise ValueError("give lengths or positions, not both: positions say by -1 what is padding")
-            if positions.shape != (rows, width):
-                raise ValueError(f"positions {list(positions.shape)} must have the shape of the ids {[rows, width]}")
-            return Step.of(positions.to(device))
+            return Step.of(checked_positions(positions, rows, width, device))
         if lengths is None and len(set(past)) <= 1:
             return Step.plain(past[0] if past else 0, rows, width, device)
         count = torch.full((rows,), width) if lengths is None else torch.as_tensor(lengths)
-        if count.shape != (rows,) or int(count.min()) < 0 or int(count.max()) > width:
-            raise ValueError(f"lengths must be {rows} numbers in 0..{width}, got {count.tolist()}")
+        whole = count.dtype in WHOLE and count.shape == (rows,)
+        if not whole or int(count.min()) < 0 or int(count.max()) > width:
+            raise ValueError(f"lengths must be {rows} whole numbers in 0..{width}, got {count.tolist()}")
         column = torch.arange(width)[None]
         pos = torch.where(column < count[:, None], column + torch.tensor(past)[:, None], -1)
         return Step.of(pos.to(device))
@@ -300,7 +345,7 @@ class Model(nn.Module):
         return self.source.tokenizer
 
     def generate(self, prompt: Any, **options: Any) -> Any:
-        """Text or ids to text or ids; see zoo.generate.generate for the options."""
-        from zoo.generate import generate
+        """Text or ids to text or ids; see zoo.generation.generate for the options."""
+        from zoo.generation import generate
 
         return generate(self, prompt, **options)

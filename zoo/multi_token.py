@@ -5,16 +5,22 @@ They are made of whole layers, hence not heads among the parts. Shapes: B batch,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from zoo.components.contracts import HeadModule, Linear, NoCache, Norm, Step, attach
+from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from zoo.components.contracts import HeadModule, Linear, NoCache, Norm, Prepared, Step, attach
 from zoo.components.spec import Child, Spec, default
-from zoo.model import Layer, LayerSpec
+from zoo.dequantized import dequantized
+from zoo.family import Family, family_for
+from zoo.loading import parse_dtype, read_spec
+from zoo.model import Layer, LayerSpec, ModelSpec
+from zoo.weights import Entry, fill_module, written_out
 
 
 def ahead(ids: Tensor, step: Step, distance: int) -> tuple[Tensor, Step]:
@@ -148,3 +154,65 @@ class ParallelModule(nn.Module):
     def forward(self, hidden: Tensor, step: Step, head: HeadModule) -> Tensor:
         """hidden [B, T, M], the trunk's states before any final norm -> logits [B, T, D, V]."""
         return torch.stack([head(self.norm(layer(hidden, step, NoCache()))) for layer in self.layers], 2)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredDepths:
+    """Where a checkpoint has the modules of a Chained; the layer of depth k is the k-th after the model's last one.
+
+    names: for each depth, our modules but the layer -> theirs. copies: tensors of the model that files repeat -> the model's own.
+    """
+
+    spec: Chained
+    names: tuple[Mapping[str, str], ...]
+    copies: Mapping[str, str]
+
+
+def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu") -> ChainedModule:
+    """The modules that a checkpoint has beside its model (``zoo.load``), whose embedding and head they are called with.
+
+    Raises CheckpointError for a checkpoint that has none, and where tensors are missing or do not fit.
+    """
+    checkpoint = dequantized(open_checkpoint(reference))
+    family, config = family_for(checkpoint.config, checkpoint.reference), checkpoint.config
+    model, _ = read_spec(family, config, checkpoint.reference, tensors=checkpoint.tensors())
+    stored = family.multi_token(config)
+    if stored is None:
+        raise CheckpointError(f"{reference}: its config.json tells of no layers that predict more tokens ahead; zoo.load reads the model")
+    table, width, index = depth_entries(family, model, stored, checkpoint), model.width, len(model.layers)
+    check_depths(stored, table, checkpoint)
+    with torch.device("meta"):
+        module = stored.spec.build(width, index)
+    fill_module(module, stored.spec.tensors(width, index), table, checkpoint, parse_dtype(dtype, checkpoint.dtype), torch.device(device))
+    for part in module.modules():
+        if isinstance(part, Prepared):
+            part.prepare()
+    return module.eval()
+
+
+def depth_entries(family: Family, model: ModelSpec, stored: StoredDepths, checkpoint: Checkpoint) -> list[Entry]:
+    """The layers by the family's own table, as if the model had them too, and what is around them."""
+    longer, first = replace(model, layers=model.layers + stored.spec.layers), len(model.layers)
+    have, found = stored.spec.tensors(model.width, first), []
+    for entry in written_out(longer, family.rules_for(longer, checkpoint.tensors())):
+        start, _, rest = entry.ours[0].partition(".")
+        number = int(rest.partition(".")[0]) - first if start == "layers" else -1
+        ours = tuple(name.replace(f"layers.{number + first}.", f"depths.{number}.layer.", 1) for name in entry.ours)
+        if number >= 0 and ours[0] in have:
+            found.append(Entry(entry.theirs, ours, entry.op))
+    names = [(f"depths.{k}.{ours}.weight", f"{theirs}.weight") for k, row in enumerate(stored.names) for ours, theirs in row.items()]
+    return found + [Entry((theirs,), (ours,)) for ours, theirs in names]
+
+
+def check_depths(stored: StoredDepths, table: list[Entry], checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for tensors that are missing, and for copies of the model's that are none."""
+    there = checkpoint.tensors()
+    missing = sorted({n for e in table for n in e.theirs} - there.keys())
+    if missing:
+        raise CheckpointError(f"{checkpoint.reference}: {len(missing)} tensors of the multi-token layers are missing: {', '.join(missing)}")
+    for copy, own in stored.copies.items():
+        if copy in there and not torch.equal(checkpoint.read(copy), checkpoint.read(own)):
+            raise CheckpointError(f"{checkpoint.reference}: {copy} differs from {own}, which the modules are to share with the model")

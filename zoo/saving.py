@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.checkpoint import CheckpointError, NoTokenizer, read_json
 from zoo.components import registry
 from zoo.components.contracts import Linear, StoredLinear
 from zoo.family import Family, architecture
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
-from zoo.weights import Entry, entries, linear_names, linears, written_out
+from zoo.weights import SAME, Entry, entries, linear_names, linears, written_out
 
 SHARD = 5_000_000_000  # bytes
+NAMED = 8  # of a folder's entries, in a message
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,17 @@ def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors"
          check: Callable[[Path], object] | None = None) -> Saved:  # fmt: skip
     """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
 
-    format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``, which replaces it
-    whole. Everything is written beside the folder first, ``check`` is called with what was written (``zoo.quantize.verify``, say) and
-    may raise, and only then the new folder takes the place of the old one. A model that its family's config cannot describe (a
-    swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it, transformers does not, and the result says
-    why.
+    format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``, which replaces a
+    checkpoint whole; any other folder is refused all the same. Everything is written beside the folder first, ``check`` is called with
+    what was written (``zoo.quantize.verify``, say) and may raise, and only then the new folder takes the place of the old one. A model
+    that its family's config cannot describe (a swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it,
+    transformers does not, and the result says why.
+
+    Raises FileExistsError for a folder that may not be replaced, ValueError for a model that is not loaded, an unknown format and one
+    that cannot hold the model, all before anything is written.
     """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
-        raise FileExistsError(f"{folder} is not empty; choose another folder or pass overwrite=True")
+    folder = Path(folder).expanduser()
+    check_folder(folder, overwrite)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is not loaded (it has tensors on the meta device); call zoo.weights.materialize(model, '') first")
     family, written = family_of(model.spec), format_of(model.spec, format)
@@ -66,6 +72,41 @@ def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors"
     return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason)
 
 
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raise FileExistsError, naming what is there, unless a checkpoint may be written to ``folder``."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; choose another name for the folder")
+    if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise FileExistsError(f"{folder} is or holds the current folder, which cannot be replaced; choose another one")
+    there = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())
+    if not there:
+        return
+    some = ", ".join(there[:NAMED]) + (f" and {len(there) - NAMED} more" if len(there) > NAMED else "")
+    reason = irreplaceable(folder)
+    if reason:
+        raise FileExistsError(f"{folder} is not empty and never replaced, because it {reason}; it holds {some}. Choose another folder")
+    if not overwrite:
+        raise FileExistsError(
+            f"{folder} is not empty; it holds a checkpoint: {some}. Choose another folder, or have it replaced by overwrite=True "
+            "(on the command line --overwrite)"
+        )
+
+
+def irreplaceable(folder: Path) -> str | None:
+    """Why a folder may hold more than a checkpoint that can be written anew, None where it does not seem to."""
+    if (folder / ".git").exists():
+        return "is under version control"
+    if not (folder / "config.json").is_file():
+        return "is no checkpoint (it has no config.json)"
+    try:
+        known = "model_type" in read_json(folder / "config.json", str(folder))
+    except CheckpointError:
+        known = False
+    return None if known else "is no checkpoint (its config.json names no model_type)"
+
+
 def family_of(spec: ModelSpec) -> Family:
     family = registry.get("family", spec.checkpoint).spec()
     assert isinstance(family, Family)
@@ -74,11 +115,11 @@ def family_of(spec: ModelSpec) -> Family:
 
 def format_of(spec: ModelSpec, name: str) -> Format | None:
     """The format part for a spec's packed storages, None where it has none. Raises ValueError with the format's reasons."""
+    format = registry.get("format", name).spec()
+    assert isinstance(format, Format)
     storages = {path: child.spec for path, child in linears(spec) if child.spec.name != "dense"}
     if not storages:
         return None
-    format = registry.get("format", name).spec()
-    assert isinstance(format, Format)
     refused = [f"{path}: {reason}" for path, s in storages.items() if isinstance(s, Linear) for reason in format.accepts(s)]
     if refused:
         raise ValueError(f"{name} cannot hold this model: " + "; ".join(refused))
@@ -91,10 +132,20 @@ def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format:
     reason = None
     try:
         written = family.write(spec, kept)
+        check_packed(spec, family)
     except ValueError as e:
         reason = str(e)
         written = registry.get("family", "zoo").spec().write(architecture(spec), kept)  # type: ignore[attr-defined]
     return written | ({"quantization_config": format.config(disk_storages(spec, family))} if format else {}), reason
+
+
+def check_packed(spec: ModelSpec, family: Family) -> None:
+    """Raise ValueError for packed modules whose weights the family's files hold in another layout, or together with others."""
+    packed = {f"{path}.weight" for path, child in linears(spec) if child.spec.name != "dense"}
+    other = [n for e in written_out(spec, family.rules(spec)) if e.op is not SAME for n in e.ours if n in packed]
+    if other:
+        raise ValueError(f"{family.name} files hold {other[0]} turned or in one tensor with others, which packed weights cannot be"
+                         + f"; so with {len(other) - 1} more" * (len(other) > 1))  # fmt: skip
 
 
 def disk_storages(spec: ModelSpec, family: Family) -> dict[str, Linear]:
@@ -126,7 +177,10 @@ def write_shards(model: Model, table: list[Entry], folder: Path, shard_bytes: in
 
 
 def _write_shard(tensors: dict[str, Tensor], folder: Path, number: int) -> dict[str, str]:
-    save_file(tensors, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
+    except SafetensorError as e:
+        raise OSError(f"{folder}: the weights cannot be written ({e}); what was there before is as it was") from None
     return dict.fromkeys(tensors, "")
 
 
@@ -155,20 +209,33 @@ def write_extras(model: Model, folder: Path) -> None:
     generation = model.source.generation
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    preprocessing = model.source.preprocessing
+    if preprocessing:
+        (folder / "preprocessor_config.json").write_text(json.dumps(preprocessing, indent=2) + "\n")
     try:
         tokenizer = model.source.tokenizer
-    except ValueError:  # a checkpoint without a tokenizer stays one
+    except NoTokenizer:  # a checkpoint without one stays one
+        return
+    except CheckpointError as e:
+        warnings.warn(f"the model is written without a tokenizer: {e}", stacklevel=3)
         return
     tokenizer.save_pretrained(folder)
 
 
 def move_in(scratch: Path, folder: Path) -> None:
-    """Put the finished folder in its place by renaming; an old one is moved aside first and deleted last."""
+    """Put the finished folder in its place by renaming; an old one is moved aside first and deleted last, or put back on failure."""
     scratch.chmod(0o755)
     if not folder.exists():
         scratch.rename(folder)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    folder.rename(aside / "old")
-    scratch.rename(folder)
+    try:
+        folder.rename(aside / "old")
+        scratch.rename(folder)
+    except BaseException:
+        if not folder.exists():
+            (aside / "old").rename(folder)
+        if not any(aside.iterdir()):
+            aside.rmdir()
+        raise
     shutil.rmtree(aside)

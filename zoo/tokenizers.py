@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.checkpoint import CheckpointError
+from zoo.checkpoint import CheckpointError, NoTokenizer, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -15,27 +16,74 @@ if TYPE_CHECKING:
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")  # transformers makes a fast tokenizer of these
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 SPACE = "▁"  # how SentencePiece spells a space
 
 # ---- folders ------------------------------------------------------------------------------------------------------------------
 
 
-def from_folder(folder: str | Path) -> PreTrainedTokenizerFast:
+def from_folder(folder: str | Path, reference: str | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of a local folder; nothing is fetched and no code of the folder is run.
 
+    reference: what errors call the folder, its path by default.
+
     tokenizer.json is taken as it is. transformers' AutoTokenizer would rebuild it from the class that tokenizer_config.json names,
-    and the rebuilt LLaMA tokenizer drops leading spaces that SentencePiece and tokenizer.json keep. Raises CheckpointError where the
-    folder holds no tokenizer.
+    and the rebuilt LLaMA tokenizer drops leading spaces that SentencePiece and tokenizer.json keep. Raises NoTokenizer where the folder
+    holds none, CheckpointError naming the file where it holds one that cannot be read.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
-    if (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    if any((folder / name).is_file() for name in CONVERTIBLE):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    known = ", ".join(("tokenizer.json", *CONVERTIBLE))
-    raise CheckpointError(f"{folder}: no tokenizer in the folder ({known}); put the model's tokenizer files there, or pass token ids")
+    place = reference or str(folder)
+    there = [name for name in ("tokenizer.json", *CONVERTIBLE) if (folder / name).is_file()]
+    if not there:
+        known = ", ".join(("tokenizer.json", *CONVERTIBLE))
+        raise NoTokenizer(f"{place}: no tokenizer in the folder ({known}); put the model's tokenizer files there, or pass token ids")
+    reader = PreTrainedTokenizerFast if there[0] == "tokenizer.json" else AutoTokenizer
+    try:
+        return _tried(reader.from_pretrained(folder, local_files_only=True))
+    except Exception as e:  # the libraries raise whatever they come upon, plain Exception too
+        raise CheckpointError(
+            f"{place}: {_suspects(folder, place)} cannot be read as a tokenizer ({in_a_line(e)}); download it again, or pass token ids"
+        ) from e
+
+
+def in_a_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"
+
+
+def _suspects(folder: Path, reference: str) -> str:
+    """The files of which one must be wrong: tokenizer.json where it is wrong by itself, else the others.
+
+    Raises CheckpointError for one that is no JSON object.
+    """
+    from tokenizers import Tokenizer
+
+    for name in OBJECTS:
+        if (folder / name).is_file():
+            read_json(folder / name, reference)
+    file = folder / "tokenizer.json"
+    others = [name for name in (*CONVERTIBLE, *OBJECTS[1:], "chat_template.jinja") if (folder / name).is_file()]
+    try:
+        if file.is_file():
+            Tokenizer.from_file(str(file))
+    except Exception:  # the library has no narrower kind
+        return file.name
+    return ", ".join(others) or file.name
+
+
+def _tried(tokenizer: Any) -> Any:
+    """The tokenizer once it has been used: some settings of the wrong kind only show then. Raises what the libraries raise."""
+    tokenizer.encode("a")
+    if not isinstance(tokenizer.chat_template, (str, dict, type(None))):
+        raise TypeError(f"chat_template is a {type(tokenizer.chat_template).__name__}, not a text")
+    return tokenizer
+
+
+def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The special tokens that a tokenizer puts before a text by default; what it puts after one is not among them."""
+    ids, special = (tokenizer("a", return_special_tokens_mask=True)[key] for key in ("input_ids", "special_tokens_mask"))
+    return [i for i, _ in itertools.takewhile(lambda pair: pair[1], zip(ids, special, strict=True))]
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------------------------------------
@@ -44,8 +92,22 @@ def from_folder(folder: str | Path) -> PreTrainedTokenizerFast:
 def from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer that a GGUF file's metadata describes (the ``tokenizer.*`` keys), as llama.cpp reads them.
 
-    Raises CheckpointError for a tokenizer model or pre-tokenizer that is not known, and for metadata that is incomplete.
+    Raises NoTokenizer where there are no such keys, CheckpointError for a tokenizer model or pre-tokenizer that is not known, and for
+    metadata that is incomplete or of the wrong kind.
     """
+    if not any(key.startswith("tokenizer.") for key in metadata):
+        raise NoTokenizer("the GGUF metadata has no tokenizer; convert the model anew, or pass token ids")
+    try:
+        return _tried(_from_gguf(metadata))
+    except CheckpointError:
+        raise
+    except Exception as e:  # the library has no narrower kind
+        raise CheckpointError(
+            f"the GGUF metadata tokenizer.* cannot be understood ({in_a_line(e)}); convert the model anew, or pass token ids"
+        ) from e
+
+
+def _from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     read = _Metadata(metadata)

@@ -6,7 +6,7 @@ backward. Each tensor is read, cast and placed before the next one is read, so m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.checkpoint import Checkpoint, CheckpointError
 from zoo.components.contracts import Linear
-from zoo.components.spec import Child, Spec
+from zoo.components.spec import Child, Spec, TensorInfo
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 
@@ -38,12 +38,14 @@ class Rule:
     """theirs (names on disk) <-> ours (names in the model); ``{l}`` runs over the layers, ``{e}`` over the experts of a layer.
 
     ``{e}`` on both sides makes an entry for each expert. On our side alone, the tensors of all experts are one entry: every expert's
-    for the first of ``ours``, then every expert's for the second, and so on. The operations are in zoo.layouts.
+    for the first of ``ours``, then every expert's for the second, and so on. The operations are in zoo.layouts. layers: those that the
+    rule is about, where layers of one model are named in different ways; None for all.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     op: Op = SAME
+    layers: frozenset[int] | None = None
 
     @classmethod
     def same(cls, theirs: str, ours: str) -> Rule:
@@ -71,6 +73,8 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
         have.pop(f"head.{tie[0]}", None)
     packed = {path: child for path, child in linears(spec) if child.spec.name != "dense"}
     names = {path: path for path in packed} | linear_names(plain)
+    # a packed module leaves the tensor that it shared with others, and so must they
+    plain = [e for e in plain if len(e.ours) == 1 or not any(n.rpartition(".")[0] in packed for n in e.ours)]
     ruled = {n for e in plain for n in e.ours}
     own = [Entry((n,), (n,)) for n in have if n not in ruled]
     kept = [e for e in plain + own if e.ours[0] in have and e.ours[0].rpartition(".")[0] not in packed]
@@ -80,7 +84,13 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
 def written_out(spec: ModelSpec, rules: Iterable[Rule]) -> list[Entry]:
     """Every rule for every layer and expert, whether or not the spec has the tensors."""
     counts = [len(getattr(layer.mlp, "experts", ())) for layer in spec.layers]
-    return [e for r in rules for l in (range(len(counts)) if "{l}" in r.ours[0] else [0]) for e in _for_layer(r, l, counts[l])]
+    return [e for r in rules for l in _layers(r, len(counts)) for e in _for_layer(r, l, counts[l])]
+
+
+def _layers(rule: Rule, count: int) -> Iterable[int]:
+    if "{l}" not in rule.ours[0]:
+        return [0]
+    return range(count) if rule.layers is None else sorted(rule.layers)
 
 
 def _for_layer(rule: Rule, l: int, experts: int) -> Iterator[Entry]:
@@ -164,15 +174,24 @@ def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint,
         raise CheckpointError(f"{checkpoint.reference}: the tensors do not fit the model; " + "; ".join(problems))
 
 
-def fill(model: Model, table: Sequence[Entry], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+def fill(model: Model, table: Iterable[Entry], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
     """Read the entries below ``prefix`` into a model (whose tensors there may be on the meta device), one entry at a time."""
-    kinds = {n: getattr(torch, t.dtype) for n, t in model.spec.tensors().items() if t.dtype}
+    wanted = (entry for entry in table if any(below(prefix, n) for n in entry.ours))
+    fill_module(model, model.spec.tensors(), wanted, checkpoint, dtype, device)
+
+
+def fill_module(module: nn.Module, infos: Mapping[str, TensorInfo], table: Iterable[Entry], checkpoint: Checkpoint, dtype: torch.dtype,
+                device: torch.device) -> None:  # fmt: skip
+    """Read all entries into a module whose spec says that it holds ``infos``. Raises CheckpointError for a tensor that does not fit."""
+    kinds = {n: getattr(torch, t.dtype) for n, t in infos.items() if t.dtype}
     for entry in table:
-        if not any(below(prefix, n) for n in entry.ours):
-            continue
-        tensors = entry.op.forward([checkpoint.read(n) for n in entry.theirs])
+        tensors = [checkpoint.read(n) for n in entry.theirs]
+        try:
+            tensors = entry.op.forward(tensors)
+        except ValueError as e:
+            raise CheckpointError(f"{checkpoint.reference}: {entry.theirs[0].rpartition('.')[0]}: {e}") from None
         for name, tensor in zip(entry.ours, tensors, strict=True):
-            place(model, name, tensor, kinds.get(name, dtype), device, where=f"{checkpoint.reference}: {', '.join(entry.theirs)}")
+            place(module, name, tensor, kinds.get(name, dtype), device, where=f"{checkpoint.reference}: {', '.join(entry.theirs)}")
 
 
 def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, where: str) -> None:

@@ -70,6 +70,9 @@ class Patches(Embed):
             )
         return height // self.patch, width // self.patch
 
+    def draw(self, tokens: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(1, self.channels, self.patch, self.patch * tokens, generator=generator)
+
     def axes(self, inputs: Tensor) -> Tensor:
         places = torch.cartesian_prod(*(torch.arange(n, device=inputs.device) for n in self.grid(inputs)))
         return torch.cat([places.new_full((self.prefix, 2), -1), places]).expand(inputs.shape[0], -1, -1)
@@ -79,7 +82,7 @@ class Patches(Embed):
 
 
 class PatchEmbedding(nn.Module):
-    """(pixels [B, C, height, width], step) -> [B, T, M]. prefix: [class and registers, M]."""
+    """(pixels [B, C, height, width] of any float type, step) -> [B, T, M] in the weights' type. prefix: [class and registers, M]."""
 
     linear: nn.Module
     position: nn.Module | None
@@ -93,7 +96,8 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, pixels: Tensor, step: Step) -> Tensor:
         side = self.spec.patch
-        cut = pixels.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # [B, C, rows, side, columns, side]
+        kind = next((p.dtype for p in self.parameters() if p.is_floating_point()), pixels.dtype)
+        cut = pixels.to(kind).unflatten(3, (-1, side)).unflatten(2, (-1, side))  # [B, C, rows, side, columns, side]
         x = self.linear(cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
         if self.prefix is not None:
             x = torch.cat([self.prefix.expand(len(x), -1, -1), x], 1)

@@ -33,6 +33,10 @@ class Capacity(Experts):
         if self.factor is not None and self.factor <= 0:
             yield "factor", f"must be positive, got {self.factor}; null drops nothing"
 
+    def rows(self, tokens: float, choices: float, experts: int) -> float:
+        """With room for whatever comes, as much as an even load needs."""
+        return tokens * choices if self.factor is None else experts * places(tokens * choices * self.factor / experts)
+
     def build(self, experts: tuple[MLP, ...], width: int) -> ExpertsModule:
         return CapacityModule(self)
 
@@ -58,11 +62,15 @@ class CapacityModule(ExpertsModule):
         if self.spec.factor is None:
             return max(1, int(load(routing).max()))
         tokens = len(routing.experts) if routing.valid is None else int(routing.valid.sum())
-        room = tokens * routing.experts.shape[1] * self.spec.factor / routing.count
-        return max(1, math.ceil(round(room, 6)))  # 110 * 1.1 / 11 is 11, which floating point puts above it
+        return places(tokens * routing.experts.shape[1] * self.spec.factor / routing.count)
 
     def order(self, routing: Routing) -> Tensor:
         """[N K] the choices by priority."""
         if self.spec.priority == "weight":
             return routing.weights.detach().flatten().argsort(descending=True, stable=True)
         return torch.arange(routing.experts.numel(), device=routing.experts.device).view(routing.experts.shape).T.flatten()
+
+
+def places(room: float) -> int:
+    """The whole places of an expert; 110 * 1.1 / 11 is 11, which floating point puts above it."""
+    return max(1, math.ceil(round(room, 6)))

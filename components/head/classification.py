@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zoo.components.contracts import Embed, Head, HeadModule, Linear, Step, attach
-from zoo.components.head._pool import Pool, pool
+from zoo.components.contracts import Call, Embed, Head, HeadModule, Linear, Norm, Step, attach
+from zoo.components.head._pool import Pool, pool, pooled_width
 from zoo.components.ops.activation import ACTIVATIONS, Activation
 from zoo.components.registry import part
 from zoo.components.spec import Child, default
@@ -22,16 +22,20 @@ from zoo.components.spec import Child, default
 )
 @dataclass(frozen=True, kw_only=True)
 class Classification(Head):
-    """Logits over ``labels`` classes, from a row's first token, its last one or the mean of its tokens.
+    """Logits over ``labels`` classes, from a row's first token, its last one, the mean of its tokens, or the first and the mean.
 
     skip: tokens at the start of a row that are left out (class and register tokens of images, for a mean). dense: activation of a
-    layer of the model's width before the output (tanh in BERT's pooler), None for no such layer.
+    layer before the output (tanh in BERT's pooler), None for no such layer; dense_width: its width, None is the model's;
+    dense_bias: whether it has a bias, None is as the output; norm: of what it gives (ModernBERT), None for none.
     """
 
     labels: int
     pool: Pool = "first"
     skip: int = 0
     dense: Activation | None = None
+    dense_width: int | None = None
+    dense_bias: bool | None = None
+    norm: Norm | None = None
     bias: bool = True
     hidden: Linear = default(Linear, "dense")
     out: Linear = default(Linear, "dense")
@@ -40,20 +44,35 @@ class Classification(Head):
         for name, least in (("labels", 1), ("skip", 0)):
             if getattr(self, name) < least:
                 yield name, f"must be at least {least}, got {getattr(self, name)}"
+        if self.dense_width is not None and (self.dense is None or self.dense_width < 1):
+            yield "dense_width", f"is the width of a dense layer, at least 1; got {self.dense_width} with dense {self.dense}"
+        for name in ("dense_bias", "norm"):
+            if getattr(self, name) is not None and self.dense is None:
+                yield name, "belongs to the dense layer, of which there is none"
 
     def children(self, width: int, embed: Embed) -> dict[str, Child]:
-        hidden = {"hidden": Child(self.hidden, (width, width, self.bias))} if self.dense else {}
-        return {**hidden, "out": Child(self.out, (width, self.labels, self.bias))}
+        pooled = pooled_width(self.pool, width)
+        if not self.dense:
+            return {"out": Child(self.out, (pooled, self.labels, self.bias))}
+        between = self.dense_width or width
+        bias = self.bias if self.dense_bias is None else self.dense_bias
+        norm = {} if self.norm is None else {"norm": Child(self.norm, (between,))}
+        hidden, out = Child(self.hidden, (pooled, between, bias)), Child(self.out, (between, self.labels, self.bias))
+        return {"hidden": hidden, **norm, "out": out}
+
+    def flops(self, call: Call, width: int, embed: Embed) -> float:
+        return super().flops(call.tokens(1), width, embed)
 
     def build(self, width: int, embed: Embed) -> HeadModule:
         return ClassificationModule(self, width, embed)
 
 
 class ClassificationModule(HeadModule):
-    """[..., M] -> [..., labels]."""
+    """[..., M] (twice as wide for the first token and the mean) -> [..., labels]."""
 
     out: nn.Module
     hidden: nn.Module
+    norm: nn.Module
 
     def __init__(self, spec: Classification, width: int, embed: Embed):
         super().__init__()
@@ -66,4 +85,6 @@ class ClassificationModule(HeadModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.spec.dense:
             x = ACTIVATIONS[self.spec.dense](self.hidden(x))
+        if self.spec.norm is not None:
+            x = self.norm(x)
         return self.out(x)

@@ -22,6 +22,8 @@ class LMHead(Head):
     scale; None for none.
     """
 
+    says_next = True
+
     tied: bool = False
     bias: bool = False
     scale: float = 1.0

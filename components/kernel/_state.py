@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from zoo.components.contracts import Ask, Kernel, Operands, Pattern, PositionModule, Projection, Slot, Step, View
+from zoo.components.contracts import Ask, Call, Kernel, Operands, Pattern, PositionModule, Projection, Slot, Step, View
 from zoo.components.ops.feature_map import FEATURE_MAPS, FeatureMap
 
 
@@ -16,14 +18,19 @@ from zoo.components.ops.feature_map import FEATURE_MAPS, FeatureMap
 class StateKernel(Kernel):
     """A kernel whose past is ``state`` [H, K, V] in fp32 (K, V the head's key and value widths), of the same size for any length.
 
-    feature_map: what queries and keys go through first.
+    feature_map: what queries and keys go through first. products: of one token with the whole state, where it is updated and read.
     """
 
     feature_map: FeatureMap = "identity"
     history = False
+    products: ClassVar[int] = 2
 
     def states(self, projection: Projection) -> dict[str, Slot]:
         return {"state": Slot("state", (projection.heads, *projection.widths), torch.float32)}
+
+    def flops(self, call: Call, projection: Projection) -> float:
+        """The recurrence; forms that take tokens in chunks compute more, in larger products."""
+        return 2 * self.products * math.prod(self.states(projection)["state"].shape) * call.new
 
     def refuses(self, ask: Ask) -> list[str]:
         reasons = super().refuses(ask)

@@ -25,6 +25,7 @@ class DeltaRule(StateKernel):
 
     feature_map: FeatureMap = "l2"
     needs = frozenset({"beta"})
+    products = 3  # what the state says of the key comes first
 
     def build(self, projection: Projection) -> nn.Module:
         return DeltaRuleKernel(self)

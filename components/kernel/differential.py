@@ -37,6 +37,7 @@ class Differential(Kernel):
 
     layer: int | None = None
     eps: float = 1e-5
+    masks = True
 
     def at_layer(self, index: int) -> Kernel:
         return replace(self, layer=index) if self.layer is None else self

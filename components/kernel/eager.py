@@ -16,6 +16,7 @@ class Eager(Kernel):
     """softmax(q k^T * scale + bias) v with all scores in memory; the reference for every other kernel."""
 
     softmax = True
+    masks = True
 
     def build(self, projection: Projection) -> nn.Module:
         return EagerKernel()

@@ -18,6 +18,7 @@ class EagerNaive(Kernel):
     """exp(x) / sum exp(x) with no maximum subtracted, for teaching: logits above 88 become inf and the output NaN."""
 
     softmax = True
+    masks = True
 
     def build(self, projection: Projection) -> nn.Module:
         return SoftmaxKernel(naive_attention)

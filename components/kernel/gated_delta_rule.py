@@ -24,6 +24,7 @@ class GatedDeltaRule(StateKernel):
 
     feature_map: FeatureMap = "l2"
     needs = frozenset({"beta", "decay"})
+    products = 3  # what the state says of the key comes first
 
     def build(self, projection: Projection) -> nn.Module:
         return GatedDeltaRuleKernel(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,17 @@ from zoo.components.registry import part
 class Lightning(StateKernel):
     """Head h of H forgets by exp(-strength * 2^(-8 (h + 1) / H)) per token.
 
-    strength: 1 - layer / (layers - 1 + 1e-5) + 1e-5 in MiniMax, so that later layers forget more slowly.
+    depth: number of layers over which the strength falls, by 1 - layer / (depth - 1 + 1e-5) + 1e-5 in MiniMax, so that later layers
+    forget more slowly; None where all have the same.
     """
 
     strength: float = 1.0
+    depth: int | None = None
+
+    def at_layer(self, index: int) -> Kernel:
+        if self.depth is None:
+            return self
+        return replace(self, strength=self.strength * (1 - index / (self.depth - 1 + 1e-5) + 1e-5), depth=None)
 
     def problems(self, projection: Projection) -> Iterator[tuple[str, str]]:
         if self.strength < 0:

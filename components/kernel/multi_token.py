@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.components.contracts import Ask, Kernel, Operands, Pattern, PositionModule, Projection, Slot, Step, View
+from zoo.components.contracts import Ask, Call, Kernel, Operands, Pattern, PositionModule, Projection, Slot, Step, View
 from zoo.components.kernel._softmax import heads_last, in_order, scene
 from zoo.components.kernel.differential import lambda_init
 from zoo.components.ops.softmax import safe, wide
@@ -36,6 +36,7 @@ class MultiToken(Kernel):
     mix: int = 2
     layer: int | None = None
     eps: float = 1e-5
+    masks = True
     whole_rows = True  # a forgotten key would make its neighbours neighbours of each other
 
     def at_layer(self, index: int) -> Kernel:
@@ -70,6 +71,12 @@ class MultiToken(Kernel):
             "mixing": TensorInfo((projection.heads // self.mix, self.mix, self.mix)),
             "norm": TensorInfo((projection.widths[1],)),
         }
+
+    def flops(self, call: Call, projection: Projection) -> float:
+        """As plain attention, with the logits of past queries, the convolution of logits and the mixing of heads."""
+        past = projection.widths_in(call)[0] * (self.queries - 1) * call.visible
+        mixed = (self.queries * self.keys + self.mix) * call.new * call.visible
+        return super().flops(call, projection) + 2 * projection.heads * (past + mixed)
 
     def build(self, projection: Projection) -> nn.Module:
         return MultiTokenKernel(self, projection)

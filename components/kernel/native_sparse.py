@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.components.contracts import Ask, Kernel, Linear, Operands, Pattern, PositionModule, Projection, Step, View, attach
+from zoo.components.contracts import Ask, Call, Kernel, Linear, Operands, Pattern, PositionModule, Projection, Step, View, attach
 from zoo.components.kernel._softmax import heads_last, in_order, scene
 from zoo.components.ops.attention import Scene, attention
 from zoo.components.ops.softmax import safe
@@ -74,6 +74,14 @@ class NativeSparse(Kernel):
     def own_tensors(self, projection: Projection) -> dict[str, TensorInfo]:
         key, value = projection.widths
         return {"k_place": TensorInfo((self.block, key)), "v_place": TensorInfo((self.block, value))}
+
+    def flops(self, call: Call, projection: Projection) -> float:
+        """Blocks are squeezed anew in every call, for each key/value head; queries meet them, the picked blocks and the window."""
+        seen = call.pairs / call.new
+        met = seen / self.stride + min(seen, self.select * self.select_block) + min(seen, self.window)
+        squeezed = call.tokens(projection.groups * call.visible / self.stride)
+        made = sum(c.spec.flops(squeezed, *c.at) for c in self.children(projection).values())
+        return made + 2 * projection.heads * sum(projection.widths_in(call)) * call.new * met
 
     def build(self, projection: Projection) -> nn.Module:
         return NativeSparseKernel(self, projection)

@@ -20,6 +20,8 @@ from zoo.components.spec import TensorInfo
 class Sinks(Kernel):
     """Each head has a learned logit beside its keys that takes a share of the softmax and adds nothing to the output."""
 
+    masks = True
+
     def own_tensors(self, projection: Projection) -> dict[str, TensorInfo]:
         return {"sink": TensorInfo((projection.heads,))}
 

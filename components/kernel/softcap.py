@@ -21,6 +21,7 @@ class SoftCap(Kernel):
     """softmax(cap * tanh(q k^T * scale / cap)) v: no logit passes ``cap`` in size."""
 
     cap: float = 50.0
+    masks = True
 
     def problems(self, projection: Projection) -> Iterator[tuple[str, str]]:
         if self.cap <= 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.components.contracts import MLP, Experts, Prepared, Router, attach
+from zoo.components.contracts import MLP, Call, Chained, Experts, ExpertsModule, Prepared, Router, RouterModule, attach
 from zoo.components.registry import part
 from zoo.components.spec import Child, TensorInfo, default
 
@@ -62,16 +62,32 @@ class MoE(MLP):
     def own_tensors(self, width: int) -> dict[str, TensorInfo]:
         return {"shared_gate": TensorInfo((1, width))} if self.shared_gate else {}
 
+    def flops(self, call: Call, width: int) -> float:
+        """Experts are taken to be chosen evenly."""
+        children, count = self.children(width), len(self.experts)
+        rows = self.dispatch.rows(call.new, self.router.choices(count), count)
+        shares = {n: call.tokens(rows / count if n.startswith("experts.") else call.new) for n in children}
+        gate = 2 * width * call.new if self.shared_gate else 0
+        return gate + sum(c.spec.flops(shares[n], *c.at) for n, c in children.items())
+
+    def bytes_read(self, call: Call, element_bytes: int, width: int) -> float:
+        """Of the experts, those that an even choice of independent tokens is expected to touch."""
+        children, count = self.children(width), len(self.experts)
+        touched = 1 - (1 - min(1.0, self.router.choices(count) / count)) ** call.new
+        shares = {n: touched if n.startswith("experts.") else 1.0 for n in children}
+        own = sum(t.bytes(element_bytes) for t in self.own_tensors(width).values())
+        return own + sum(shares[n] * c.spec.bytes_read(call, element_bytes, *c.at) for n, c in children.items())
+
     def build(self, width: int) -> nn.Module:
         return MoEMLP(self, width)
 
 
-class MoEMLP(Prepared):
+class MoEMLP(Prepared, Chained):
     """x [..., M], valid [...] bool (None: nothing is padding) -> [..., M]; padding gets what the shared expert says, or 0."""
 
-    router: nn.Module
+    router: RouterModule
     shared: nn.Module
-    dispatch: nn.Module
+    dispatch: ExpertsModule
 
     def __init__(self, spec: MoE, width: int):
         super().__init__()
@@ -91,8 +107,12 @@ class MoEMLP(Prepared):
         y = self.shared(x)
         return y if self.shared_gate is None else torch.sigmoid(nn.functional.linear(x, self.shared_gate)) * y
 
+    def chain(self, following: Chained) -> None:
+        if isinstance(following, MoEMLP):
+            self.dispatch.precede(following.router, following.dispatch, following.experts)
+
     def prepare(self) -> None:
-        self.dispatch.prepare(self.experts)  # pyright: ignore[reportCallIssue]
+        self.dispatch.prepare(self.experts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEMLP:
         super()._apply(fn, recurse)

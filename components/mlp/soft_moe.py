@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.components.contracts import MLP, Precise
+from zoo.components.contracts import MLP, Call, Precise
 from zoo.components.registry import part
 from zoo.components.spec import Child, TensorInfo
 
@@ -51,6 +51,11 @@ class SoftMoE(MLP):
     def own_tensors(self, width: int) -> dict[str, TensorInfo]:
         slots = len(self.experts) * self.slots
         return {"router.weight": TensorInfo((slots, width), "float32"), "router.scale": TensorInfo((), "float32")}
+
+    def flops(self, call: Call, width: int) -> float:
+        """Three products of all tokens with all slots (logits, gather, combine), and the experts on their slots."""
+        slots = len(self.experts) * self.slots
+        return 3 * 2 * call.new * slots * width + super().flops(call.tokens(self.slots), width)
 
     def build(self, width: int) -> nn.Module:
         return SoftMoEMLP(self, width)

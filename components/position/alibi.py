@@ -18,20 +18,23 @@ from zoo.components.registry import part
 class ALiBi(Position):
     """Subtracts slope * |distance| from the logits, with a fixed slope for each head from 2^(-max_bias/heads) to 2^-max_bias.
 
-    Where the number of heads is no power of two, the slopes of the next power are taken, every second one first.
+    scale: multiplies the slopes (Falcon: head_dim ** -0.5). Where the number of heads is no power of two, the slopes of the next power
+    are taken, every second one first.
     """
 
     has_bias = True
 
     max_bias: float = 8.0
+    scale: float = 1.0
 
     def problems(self, width: int, heads: int) -> Iterator[tuple[str, str]]:
-        if self.max_bias <= 0:
-            yield "max_bias", f"must be positive, got {self.max_bias}"
+        for name in ("max_bias", "scale"):
+            if getattr(self, name) <= 0:
+                yield name, f"must be positive, got {getattr(self, name)}"
 
     def slopes(self, heads: int) -> list[float]:
         power = 2 ** math.ceil(math.log2(heads))
-        falling = [2 ** (-self.max_bias * (i + 1) / power) for i in range(power)]
+        falling = [self.scale * 2 ** (-self.max_bias * (i + 1) / power) for i in range(power)]
         return falling if power == heads else [*falling[1::2], *falling[::2]][:heads]
 
     def build(self, width: int, heads: int) -> PositionModule:

@@ -37,6 +37,10 @@ class MRope(Rope):
         if sum(self.sections) != (self.width or width) // 2 or min(self.sections, default=0) < 0:
             yield "sections", f"must add up to {(self.width or width) // 2} pairs of channels, got {list(self.sections)}"
 
+    @property
+    def axes_turned(self) -> int:
+        return len(self.sections)
+
     def axis_of_pair(self) -> list[int]:
         """The coordinate that each pair of channels turns by."""
         if self.order == "sectioned":

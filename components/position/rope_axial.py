@@ -33,6 +33,10 @@ class RopeAxial(Position):
         if self.theta <= 0:
             yield "theta", f"must be positive, got {self.theta}"
 
+    @property
+    def axes_turned(self) -> int:
+        return len(self.axes)
+
     def build(self, width: int, heads: int) -> PositionModule:
         return RopeAxialModule(self, width)
 

@@ -34,6 +34,10 @@ class RopeMixed(Position):
         if self.sets < 1 or heads % self.sets:
             yield "sets", f"must divide the {heads} query heads, got {self.sets}"
 
+    @property
+    def axes_turned(self) -> int:
+        return 2
+
     def own_tensors(self, width: int, heads: int) -> dict[str, TensorInfo]:
         return {"frequencies": TensorInfo((2, self.sets, width // 2))}
 

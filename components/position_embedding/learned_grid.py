@@ -64,9 +64,13 @@ class LearnedGridModule(nn.Module):
 
     def resampled(self, rows: int, columns: int) -> Tensor:
         """[rows * columns, M]."""
-        grid = self.weight[self.spec.prefix :]
-        if (rows, columns) == (self.spec.rows, self.spec.columns):
-            return grid
-        image = grid.float().view(1, self.spec.rows, self.spec.columns, -1).permute(0, 3, 1, 2)
-        resized = F.interpolate(image, (rows, columns), mode="bicubic", align_corners=False, antialias=self.spec.antialias)
-        return resized.flatten(2)[0].T.to(grid.dtype)
+        return resample(self.weight[self.spec.prefix :], (self.spec.rows, self.spec.columns), (rows, columns), self.spec.antialias)
+
+
+def resample(grid: Tensor, old: tuple[int, int], new: tuple[int, int], antialias: bool) -> Tensor:
+    """[rows * columns of ``old``, M] -> those of ``new``, bicubic in float32."""
+    if new == old:
+        return grid
+    image = grid.float().unflatten(0, old).permute(2, 0, 1)[None]
+    resized = F.interpolate(image, new, mode="bicubic", align_corners=False, antialias=antialias)
+    return resized.flatten(2)[0].T.to(grid.dtype)

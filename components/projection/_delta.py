@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.components.contracts import Linear, Norm, Operands, PositionModule, Projection, ProjectionModule, Slot, Step, View, attach
+from zoo.components.contracts import Call, Linear, Norm, Operands, PositionModule, Projection, ProjectionModule, Slot, Step, View, attach
 from zoo.components.ops.short_convolution import short_convolution
 from zoo.components.spec import Child, TensorInfo, default
 
@@ -75,6 +75,9 @@ class DeltaBase(Projection):
 
     def own_tensors(self, width: int) -> dict[str, TensorInfo]:
         return {"conv": TensorInfo((sum(self.mixed), self.conv))}
+
+    def flops(self, call: Call, width: int) -> float:
+        return super().flops(call, width) + 2 * sum(self.mixed) * self.conv * call.new
 
 
 class DeltaModule(ProjectionModule):

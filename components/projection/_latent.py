@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.components.contracts import Linear, Norm, Operands, PositionModule, Projection, ProjectionModule, Slot, Step
+from zoo.components.contracts import Call, Linear, Norm, Operands, PositionModule, Projection, ProjectionModule, Slot, Step
 from zoo.components.spec import Child, default
 
 
@@ -69,6 +69,22 @@ class LatentBase(Projection):
         if self.q_rank is not None and self.q_rank < 1:
             yield "q_rank", f"must be at least 1, or null for queries without a latent, got {self.q_rank}"
 
+    def absorbs(self, new: float, visible: float) -> bool:
+        """Whether absorbing takes fewer multiplications per head. Without a past it is never done, so training sees one form."""
+        up = self.rank * (self.nope + self.value)
+        expanded = visible * up + new * visible * (self.nope + self.rope + self.value)
+        absorbed = new * up + new * visible * (2 * self.rank + self.rope)
+        return visible > new and absorbed < expanded
+
+    def widths_in(self, call: Call) -> tuple[int, int]:
+        return (self.rank + self.rope, self.rank) if self.absorbs(call.new, call.visible) else self.widths
+
+    def flops(self, call: Call, width: int) -> float:
+        """The up-projection is applied to every visible latent, or to as many vectors as there are new tokens where it is absorbed."""
+        read = call.new if self.absorbs(call.new, call.visible) else call.visible
+        children = self.children(width).items()
+        return sum(c.spec.flops(call.tokens(read) if n.startswith("kv_up") else call, *c.at) for n, c in children)
+
     def query_children(self, width: int) -> dict[str, Child]:
         up = self.heads * (self.nope + self.rope)
         if self.q_rank is None:
@@ -124,15 +140,7 @@ class LatentModule(ProjectionModule):
 
     def read(self, q: Tensor, streams: Mapping[str, Tensor]) -> Operands:
         c, r = streams["c"], streams["r"]
-        return self.absorbed(q, c, r) if self.absorbs(q.shape[1], c.shape[1]) else self.expanded(q, c, r)
-
-    def absorbs(self, new: int, visible: int) -> bool:
-        """Whether absorbing takes fewer multiplications per head. Without a past it is never done, so training sees one form."""
-        s = self.spec
-        up = s.rank * (s.nope + s.value)
-        expanded = visible * up + new * visible * (s.nope + s.rope + s.value)
-        absorbed = new * up + new * visible * (2 * s.rank + s.rope)
-        return visible > new and absorbed < expanded
+        return self.absorbed(q, c, r) if self.spec.absorbs(q.shape[1], c.shape[1]) else self.expanded(q, c, r)
 
     def expanded(self, q: Tensor, c: Tensor, r: Tensor) -> Operands:
         k, v = self.expand(c).split([self.spec.nope, self.spec.value], -1)

@@ -25,7 +25,8 @@ class GroupedQuery(Projection):
 
     head_dim is free, not width / heads. bias: on q, k and v; out_bias: on o. qk_norm is applied to q and k where qk_norm_at says:
     ``head`` on each head before rotation (Qwen3, Gemma3), ``flat`` on all heads together before the split (OLMo-2),
-    ``rotated`` on each head after rotation (Hunyuan). logit_scale: multiplies q k^T; None is head_dim ** -0.5.
+    ``rotated`` on each head after rotation (Hunyuan). clip: q, k and v are cut to -clip .. clip before rotation, where a norm
+    comes first after it (MPT, OLMoE, DBRX), None for not at all. logit_scale: multiplies q k^T; None is head_dim ** -0.5.
     """
 
     heads: int
@@ -35,6 +36,7 @@ class GroupedQuery(Projection):
     out_bias: bool = False
     qk_norm: Norm | None = None
     qk_norm_at: Literal["head", "flat", "rotated"] = "head"
+    clip: float | None = None
     logit_scale: float | None = None
     q: Linear = default(Linear, "dense")
     k: Linear = default(Linear, "dense")
@@ -62,6 +64,8 @@ class GroupedQuery(Projection):
                 yield name, f"must be at least 1, got {getattr(self, name)}"
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             yield "kv_heads", f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+        if self.clip is not None and self.clip <= 0:
+            yield "clip", f"must be positive, got {self.clip}"
 
     def children(self, width: int) -> dict[str, Child]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -102,20 +106,23 @@ class GroupedQueryProjection(ProjectionModule):
         """Split into heads, norm and rotate in the order that the spec names, decided once."""
         split = (heads, self.spec.head_dim)
         if not hasattr(self, norm):
-            return lambda x, step, position: position.rotate(x.unflatten(-1, split), step)
+            return lambda x, step, position: position.rotate(self.cut(x).unflatten(-1, split), step)
         apply = getattr(self, norm)
         orders: dict[str, Callable[[Tensor, Step, PositionModule], Tensor]] = {
-            "head": lambda x, step, position: position.rotate(apply(x.unflatten(-1, split)), step),
-            "flat": lambda x, step, position: position.rotate(apply(x).unflatten(-1, split), step),
-            "rotated": lambda x, step, position: apply(position.rotate(x.unflatten(-1, split), step)),
+            "head": lambda x, step, position: position.rotate(self.cut(apply(x.unflatten(-1, split))), step),
+            "flat": lambda x, step, position: position.rotate(self.cut(apply(x)).unflatten(-1, split), step),
+            "rotated": lambda x, step, position: apply(position.rotate(self.cut(x).unflatten(-1, split), step)),
         }
         return orders[self.spec.qk_norm_at]
 
     def write(self, x: Tensor, step: Step, position: PositionModule) -> tuple[Tensor, dict[str, Tensor]]:
         """x [B, T, M] -> q [B, T, H, D] and the slots k, v [B, T, G, D]."""
         k = self.shape_k(self.k(x), step, position)
-        v = self.v(x).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
+        v = self.cut(self.v(x)).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
         return self.shape_q(self.q(x), step, position), {"k": k, "v": v}
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x if self.spec.clip is None else x.clamp(-self.spec.clip, self.spec.clip)
 
     def read(self, q: Tensor, streams: Mapping[str, Tensor]) -> Operands:
         return Operands(q, streams["k"], streams["v"], self.scale)

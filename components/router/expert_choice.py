@@ -31,6 +31,9 @@ class ExpertChoice(Router):
         if not 0 < self.capacity <= experts:
             yield "capacity", f"must be positive and at most the number of experts ({experts}), got {self.capacity}"
 
+    def choices(self, experts: int) -> float:
+        return self.capacity
+
     def own_tensors(self, width: int, experts: int) -> dict[str, TensorInfo]:
         return {"weight": TensorInfo((experts, width), "float32")}
 

@@ -63,6 +63,9 @@ class TopK(Router):
         elif not 1 <= self.k <= experts // self.groups * self.kept_groups:
             yield "k", f"must lie in 1..{experts // self.groups * self.kept_groups} (experts that a token may choose from), got {self.k}"
 
+    def choices(self, experts: int) -> float:
+        return self.k
+
     def own_tensors(self, width: int, experts: int) -> dict[str, TensorInfo]:
         vector = TensorInfo((experts,), "float32")
         held = {"weight": TensorInfo((experts, width), "float32")}

@@ -14,9 +14,10 @@ from zoo.components.contracts import Linear
 from zoo.components.linear.packed_int import PackedInt
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo, load
-from zoo.formats import Format
+from zoo.formats import Format, member, words
 
 NAMES = {"packed": "weight_packed", "scale": "weight_scale", "zero": "weight_zero_point", "bias": "bias"}
+PLACE = "quantization_config"
 SHAPE = "weight_shape"
 INDEX = "weight_g_idx"
 PACKED = "pack-quantized"
@@ -38,15 +39,18 @@ class CompressedTensors(Format):
         problems = [f"quantization_config.{field} is not supported" for field in UNSUPPORTED if config.get(field)]
         if problems:
             raise ValueError("; ".join(problems))
-        if _match(module, config.get("ignore") or []) is not None:
-            return None
-        groups = config.get("config_groups") or {}
+        ignored = words(config, "ignore", PLACE)
+        groups = member(config, "config_groups", Mapping, {}, PLACE)
+        if not groups:
+            raise ValueError(f"{PLACE}.config_groups is missing or empty; it says how the weights are quantized")
         targets = {target: name for name, group in groups.items() for target in _targets(name, group)}
-        match = _match(module, targets)
+        if _match(module, ignored, f"{PLACE}.ignore") is not None:
+            return None
+        match = _match(module, targets, f"{PLACE}.config_groups")
         if match is None:
             return None
         group = groups[targets[match]]
-        place = f"quantization_config.config_groups.{targets[match]}"
+        place = f"{PLACE}.config_groups.{targets[match]}"
         return _storage(group, place, group.get("format") or config.get("format"), tensors)
 
     def disk_names(self, storage: Linear, bias: bool) -> list[str]:
@@ -59,6 +63,8 @@ class CompressedTensors(Format):
         for name, info in storage.own_tensors(inputs, outputs, "bias" in ours).items():
             if ours[name].shape != info.shape:
                 raise ValueError(f"{NAMES[name]} is {list(ours[name].shape)}, a weight of {[outputs, inputs]} has {list(info.shape)}")
+            if info.dtype and ours[name].dtype != getattr(torch, info.dtype):
+                raise ValueError(f"{NAMES[name]} is {str(ours[name].dtype).removeprefix('torch.')}, it must be {info.dtype}")
         return ours
 
     def encode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
@@ -109,14 +115,15 @@ def _group(kind: PackedInt, targets: list[str]) -> dict[str, Any]:
 
 
 def _storage(group: Mapping[str, Any], place: str, format: Any, tensors: Mapping[str, TensorInfo]) -> PackedInt:
-    weights = dict(group.get("weights") or {})
+    weights = dict(member(group, "weights", Mapping, {}, place))
     size = weights.get("group_size")
-    weights.setdefault("strategy", {None: "tensor", -1: "channel"}.get(size, "group"))  # as the library infers it
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"  # as the library does
+    weights["strategy"] = weights.get("strategy") or inferred
     problems = [*_refusals(group, weights, format), *(f"{name}: act-order by index is not supported" for name in tensors if name == INDEX)]
     if problems:
         raise ValueError("; ".join(f"{place}.{p}" for p in problems))
     settings = {"bits": weights["num_bits"], "group_size": size if weights["strategy"] == "group" else None,
-                "symmetric": weights.get("symmetric", True)}  # fmt: skip
+                "symmetric": weights.get("symmetric") is not False}  # fmt: skip
     plain = load(PackedInt, settings, place)
     scale = tensors.get(NAMES["scale"], TensorInfo(())).dtype
     usual = scale in (None, str(plain.grid.scale_dtype).removeprefix("torch."))
@@ -125,8 +132,8 @@ def _storage(group: Mapping[str, Any], place: str, format: Any, tensors: Mapping
 
 def _targets(name: str, group: Any) -> list[str]:
     if not isinstance(group, Mapping):
-        raise ValueError(f"quantization_config.config_groups.{name} is a preset; write the scheme out")
-    return list(group.get("targets") or [])
+        raise ValueError(f"{PLACE}.config_groups.{name} is a preset; write the scheme out")
+    return words(group, "targets", f"{PLACE}.config_groups.{name}")
 
 
 def _refusals(group: Mapping[str, Any], weights: Mapping[str, Any], format: Any) -> Iterator[str]:
@@ -135,21 +142,29 @@ def _refusals(group: Mapping[str, Any], weights: Mapping[str, Any], format: Any)
         "num_bits": (2, 3, 4, 5, 6, 7, 8),
         "strategy": ("group", "channel"),
         "dynamic": (False, None),
+        "symmetric": (True, False, None),
         "actorder": (None, False, "weight", "static"),
     }
     if format != PACKED:
         yield f"format: {format!r} is not supported; supported: {PACKED}"
     for field, values in allowed.items():
-        if weights.get(field) not in values:
-            yield f"weights.{field}: {weights.get(field)!r} is not supported; supported: {', '.join(str(v) for v in values if v)}"
-    if weights.get("strategy") == "group" and not (isinstance(weights.get("group_size"), int) and weights["group_size"] > 0):
-        yield f"weights.group_size: a positive number is needed, got {weights.get('group_size')!r}"
-    if group.get("input_activations"):
-        yield "input_activations: quantized activations are not supported with packed weights"
+        value = weights.get(field)
+        if (type(value), value) not in [(type(v), v) for v in values]:  # True is not 1
+            said = " is missing" if value is None else f": {value!r:.60} is not supported"
+            yield f"weights.{field}{said}; supported: {', '.join(str(v) for v in values if v is not None)}"
+    size = weights.get("group_size")
+    if weights.get("strategy") == "group" and not (type(size) is int and size > 0):
+        yield f"weights.group_size: a positive number is needed, got {size!r:.60}"
+    for field in ("input_activations", "output_activations"):
+        if group.get(field):
+            yield f"{field}: quantized activations are not supported with packed weights"
 
 
-def _match(module: str, targets: Iterable[str]) -> str | None:
+def _match(module: str, targets: Iterable[str], place: str) -> str | None:
     """The target that holds for a linear module: its whole name, else the first expression (``re:``) in order, else its class."""
     ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
-    by_name = (t for t in ordered if t == module or (t.startswith("re:") and re.match(t[3:], module)))
-    return next(by_name, "Linear" if "Linear" in ordered else None)
+    try:
+        by_name = [t for t in ordered if t == module or (t.startswith("re:") and re.match(t[3:], module))]
+    except re.error as e:
+        raise ValueError(f"{place}: {e.pattern!r:.60} is no regular expression ({e})") from None
+    return next(iter(by_name), "Linear" if "Linear" in ordered else None)

@@ -124,6 +124,6 @@ BLOCKS = {
     "deepseek_v3": Block("deepseek_v3", "DeepseekV3MoE", {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
                          preset("deepseek_v3", k=3, groups=4, kept_groups=2), ("shared_experts", HIDDEN)),
     "gpt_oss": Block("gpt_oss", "GptOssMLP", {}, preset("gpt_oss", k=3), expert=Clamped(hidden=HIDDEN), gate="router"),
-    "llama4": Block("llama4", "Llama4TextMoe", {}, preset("llama4", k=2), ("shared_expert", HIDDEN), gate="router"),
+    "llama4": Block("llama4", "Llama4TextMoe", {}, preset("llama4_text", k=2), ("shared_expert", HIDDEN), gate="router"),
 }  # fmt: skip
 BLOCKS["llama4"].options["num_experts_per_tok"] = 2

@@ -68,6 +68,36 @@ def test_normalized_embeddings_have_length_one() -> None:
     torch.testing.assert_close(module(draw(4, M)).norm(dim=-1), torch.ones(4))
 
 
+@torch.no_grad()
+def test_masked_lm_is_an_lm_head_after_a_layer() -> None:
+    module, x = head("masked_lm", tied=False, norm=LAYER, activation="relu"), draw(2, 3, M)
+    want = nn.functional.linear(module.norm(module.hidden(x).relu()), module.out.weight, module.out.bias)
+    torch.testing.assert_close(module(x), want)
+    bare = head("masked_lm", tied=False, hidden_bias=False, bias=False)
+    assert bare.hidden.bias is None
+    assert bare.out.bias is None
+    assert load(Head, "masked_lm").tie() == ("out.weight", "weight")
+
+
+@torch.no_grad()
+def test_hidden_keeps_a_pooler_that_changes_nothing() -> None:
+    module, x, step = head("hidden", pooler="tanh"), draw(4, 5, M), Step.of(PADDED)
+    assert torch.equal(module(x), x)
+    first = torch.stack([x[0, 2], x[1, 0], x[2, 0], torch.zeros(M)])
+    torch.testing.assert_close(module.pooled(x, step), module.out(first).tanh())
+    with pytest.raises(ValueError, match="this head has no pooler"):
+        head("hidden").pooled(x, step)
+
+
+@torch.no_grad()
+def test_classes_after_a_layer_with_a_norm() -> None:
+    module, x = head("classification", labels=3, dense="gelu", dense_bias=False, norm=LAYER), draw(4, M)
+    assert module.hidden.bias is None
+    torch.testing.assert_close(module(x), module.out(module.norm(nn.functional.gelu(module.hidden(x)))))
+    alone = check(load(Head, {"name": "classification", "labels": 3, "norm": LAYER}), M, TOKENS)
+    assert alone == ["norm: belongs to the dense layer, of which there is none"]
+
+
 def test_mistakes_are_named() -> None:
     assert check(load(Head, {"name": "lm", "softcap": 0.0}), M, TOKENS) == ["softcap: must be positive, got 0.0"]
     images = load(Embed, {"name": "patches", "patch": 4})

@@ -174,8 +174,7 @@ def test_lightning_layer_equals_minimax(layer: int) -> None:
         layer_types=["linear_attention"] * 3)  # fmt: skip
     theirs = minimax.MiniMaxLightningAttention(config, layer).eval()
     randomise(theirs)
-    strength = 1 - layer / (2 + 1e-5) + 1e-5
-    spec = {"projection": {"name": "lightning", "heads": 4, "head_dim": 8}, "kernel": {"name": "lightning", "strength": strength}}
+    spec = {"projection": {"name": "lightning", "heads": 4, "head_dim": 8}, "kernel": {"name": "lightning", "depth": 3}}
     mixer, w = load(MixerSpec, spec).build(M, layer).eval(), theirs.state_dict()
     q, k, v = (x.flatten(0, 1) for x in w["qkv_proj.weight"].unflatten(0, (4, -1)).chunk(3, 1))
     names = {"q": q, "k": k, "v": v, "gate": w["output_gate.weight"], "o": w["out_proj.weight"], "out_norm": w["norm.weight"]}

@@ -26,6 +26,8 @@ DROPLESS = {
     "loop": "loop",
     "grouped": "grouped",
     "capacity": {"name": "capacity", "factor": None},
+    "offload": "offload",
+    "offload, all resident": {"name": "offload", "resident": 4, "prefetch": 0},
     "by weight": {"name": "capacity", "factor": None, "priority": "weight"},
 }
 

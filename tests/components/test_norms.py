@@ -149,6 +149,17 @@ def test_group_equals_pytorch() -> None:
     torch.testing.assert_close(ours(x.view(2, 3, WIDTH)).view(6, WIDTH), theirs(x))
 
 
+@torch.no_grad()
+def test_group_of_a_size_is_a_layer_norm_for_each_run() -> None:
+    ours = norm("group", size=6, eps=1e-3, bias=False)
+    assert list(ours.state_dict()) == ["weight"]
+    ours.weight.copy_(draw(WIDTH, seed=3))
+    x, runs = draw(5, WIDTH), range(0, WIDTH, 6)
+    want = [nn.functional.layer_norm(x[:, i : i + 6], (6,), ours.weight[i : i + 6], None, 1e-3) for i in runs]
+    torch.testing.assert_close(ours(x), torch.cat(want, -1))
+    torch.testing.assert_close(ours.reference(x), torch.cat(want, -1))
+
+
 def test_batch_equals_pytorch_in_training_and_after() -> None:
     ours, theirs = norm("batch", eps=1e-3, momentum=0.3).train(), nn.BatchNorm1d(WIDTH, eps=1e-3, momentum=0.3).train()
     theirs.load_state_dict(ours.state_dict(), strict=False)
@@ -174,3 +185,5 @@ def test_dynamic_tanh_by_hand() -> None:
 
 def test_groups_must_divide_the_width() -> None:
     assert check(load(Norm, {"name": "group", "groups": 5}), WIDTH) == ["groups: must divide the width 24, got 5"]
+    assert check(load(Norm, {"name": "group", "size": 7}), WIDTH) == ["size: must divide the width 24, got 7"]
+    assert check(load(Norm, {"name": "group"}), WIDTH) == ["groups: give either groups or size"]

@@ -20,6 +20,7 @@ WRITTEN: dict[str, Callable[[int, int], bool]] = {
     "full": lambda q, k: True,
     "causal": lambda q, k: k <= q,
     "window": lambda q, k: q - 4 < k <= q,
+    "nearby": lambda q, k: abs(q - k) <= 3,
     "chunked": lambda q, k: k <= q and k // 4 == q // 4,
     "dilated": lambda q, k: k in (q, q - 2, q - 4),
     "prefix_lm": lambda q, k: k <= q or k < 4,

@@ -248,6 +248,11 @@ def test_alibi_with_another_largest_bias_equals_mpt() -> None:
     torch.testing.assert_close(got, want)
 
 
+def test_alibi_is_scaled() -> None:
+    at = torch.arange(9)[None]
+    torch.testing.assert_close(position("alibi", heads=6, scale=0.5).bias(at, at), position("alibi", heads=6).bias(at, at) / 2)
+
+
 def test_alibi_is_the_same_on_both_sides_and_falls_with_distance() -> None:
     at = torch.arange(5)[None]
     bias = position("alibi", heads=3).bias(at, at)[0]

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
-from zoo.components.contracts import NoCache, Projection, Step
+from zoo.components.contracts import NoCache, Position, PositionModule, Projection, Step
+from zoo.components.projection._latent import LatentBase
 from zoo.components.registry import get
 from zoo.components.spec import check, load
 from zoo.model import Mixer, MixerSpec
@@ -121,20 +122,19 @@ def randomise_double(module: nn.Module) -> None:
 
 
 def test_absorbs_only_when_the_past_is_long_against_the_new_tokens() -> None:
-    spec = load(Projection, {"name": "latent", "heads": 1, "nope": 128, "rope": 64, "value": 128, "rank": 512})
-    module = spec.build(8)
-    assert module.absorbs(1, 4096)
-    assert module.absorbs(1, 2)
-    assert not module.absorbs(1, 1)
-    assert not module.absorbs(4096, 4096)
-    assert not module.absorbs(1024, 8192)  # 1024 queries against 512 + 64 channels cost more than making 8192 keys
+    spec: Any = load(Projection, {"name": "latent", "heads": 1, "nope": 128, "rope": 64, "value": 128, "rank": 512})
+    assert spec.absorbs(1, 4096)
+    assert spec.absorbs(1, 2)
+    assert not spec.absorbs(1, 1)
+    assert not spec.absorbs(4096, 4096)
+    assert not spec.absorbs(1024, 8192)  # 1024 queries against 512 + 64 channels cost more than making 8192 keys
 
 
 def test_both_readings_are_used_within_one_cached_run(monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = load(MixerSpec, {"projection": dict(get("projection", "latent").example, name="latent"), "kernel": "eager"}).build(M, 0)
     seen = []
-    original = type(mixer.projection).absorbs
-    monkeypatch.setattr(type(mixer.projection), "absorbs", lambda self, n, s: seen.append(original(self, n, s)) or seen[-1])
+    original = LatentBase.absorbs
+    monkeypatch.setattr(LatentBase, "absorbs", lambda self, n, s: seen.append(original(self, n, s)) or seen[-1])
     store = get("cache", "dense").small().build([mixer.slots], 1, torch.float32, torch.device("cpu"))
     for start, n in ((0, 6), (6, 1)):
         mixer(torch.randn(1, n, M), Step.plain(start, 1, n), store)
@@ -181,6 +181,22 @@ def test_grouped_latent_is_the_formula_of_the_paper() -> None:
     q = p.q_up(x).unflatten(-1, (4, 10))
     o = nn.functional.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
     torch.testing.assert_close(mixer(x, Step.plain(0, 1, T), NoCache()), p.o(o.transpose(1, 2).flatten(-2)), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_gqa_clips_what_it_makes_before_it_is_turned() -> None:
+    plain, clipped = (
+        load(Projection, {"name": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 8, **o}).build(M) for o in ({}, {"clip": 0.3})
+    )
+    randomise(plain)
+    clipped.load_state_dict(plain.state_dict())
+    x, step, rope = torch.randn(2, T, M), Step.plain(3, 2, T), load(Position, "rope").build(8, 4)
+    (q, new), (other_q, other_new) = (m.write(x, step, PositionModule()) for m in (plain, clipped))
+    cut = q.clamp(-0.3, 0.3)
+    assert not torch.equal(cut, q)
+    assert torch.equal(other_q, cut)
+    assert all(torch.equal(other_new[n], new[n].clamp(-0.3, 0.3)) for n in ("k", "v"))
+    assert torch.equal(clipped.write(x, step, rope)[0], rope.rotate(cut, step))
 
 
 @torch.no_grad()

@@ -47,6 +47,8 @@ def run(module: Layer, x: Tensor) -> Tensor:
 
 FORMULAS: dict[str, Any] = {
     "pre": lambda m, f, n, x: (y := x + m(n["mixer_norm"](x))) + f(n["mlp_norm"](y)),
+    "pre_mlp": lambda m, f, n, x: (y := x + m(x)) + f(n["mlp_norm"](y)),
+    "pre_shortcut": lambda m, f, n, x: (z := n["mlp_norm"]((y := n["mixer_norm"](x)) + m(y))) + f(z),
     "post": lambda m, f, n, x: n["mlp_norm"]((y := n["mixer_norm"](x + m(x))) + f(y)),
     "sandwich": lambda m, f, n, x: (y := x + n["mixer_out_norm"](m(n["mixer_norm"](x)))) + n["mlp_out_norm"](f(n["mlp_norm"](y))),
     "output_norm": lambda m, f, n, x: (y := x + n["mixer_out_norm"](m(x))) + n["mlp_out_norm"](f(y)),
@@ -95,6 +97,15 @@ def test_shortcut_multiplies_the_stream() -> None:
     module, x = layer({"name": "post", "shortcut": 2.5}, PLAIN, LAYER), draw(1, T, M)
     y = module.get_submodule("mixer_norm")(2.5 * x + module.mixer(x, Step.plain(0, 1, T), NoCache()))
     torch.testing.assert_close(run(module, x), module.get_submodule("mlp_norm")(2.5 * y + module.mlp(y)))
+
+
+@torch.no_grad()
+def test_shortcuts_and_gains_of_each_branch() -> None:
+    factors = {"mixer_shortcut": 2.5, "mixer_gain": 0.5, "mlp_shortcut": 0.7, "mlp_gain": 3.0}
+    module, x = layer({"name": "pre_shortcut", **factors}, PLAIN, LAYER), draw(1, T, M)
+    y = module.get_submodule("mixer_norm")(x)
+    y = module.get_submodule("mlp_norm")(2.5 * y + 0.5 * module.mixer(y, Step.plain(0, 1, T), NoCache()))
+    torch.testing.assert_close(run(module, x), 0.7 * y + 3.0 * module.mlp(y))
 
 
 # ---- one layer of published models ---------------------------------------------------------------------------------------------

@@ -133,6 +133,69 @@ def test_a_cache_that_loses_precision_is_judged(tiny: Pair, prose: str) -> None:
     assert abs(coarse.versus(exact).nll) > 1e-4
 
 
+LOSSY = {
+    "int8": "int8",
+    "kivi": "{name: kivi, bits: 2, group: 4, residual: 8}",
+    "h2o": "{name: h2o, heavy: 6, recent: 6, interval: 4}",
+    "snapkv": "{name: snapkv, tokens: 8, window: 4, pool: 3}",
+    "sinks_recent": "{name: sinks_recent, sinks: 1, window: 6, room: 4}",
+}
+
+
+@torch.inference_mode()
+def step_by_step(model: Any, ids: list[int], prompt: int) -> float:
+    """Summed nll of the tokens behind the prompt, fed one at a time as generation does."""
+    cache = model.new_cache(1)
+    logits = model(torch.tensor([ids[:prompt]]), cache=cache, last=True)
+    total = 0.0
+    for token in ids[prompt:]:
+        total -= float(logits[0, -1].double().log_softmax(-1)[token])
+        logits = model(torch.tensor([[token]]), cache=cache)
+    return total
+
+
+@pytest.mark.parametrize("cache", LOSSY.values(), ids=LOSSY.keys())
+@pytest.mark.parametrize("prompt", [1, 21])
+def test_a_cache_that_loses_is_read_through_as_generation_does(tiny: Pair, prose: str, cache: str, prompt: int) -> None:
+    model = zoo.load(tiny.ours.source.reference, override=[f"cache={cache}"])
+    exact, found = (perplexity(m, prose[:400], context=60, limit=2, prompt=prompt, batch_size=2) for m in (tiny.ours, model))
+    windows = [model.tokenizer.encode(prose[:400])[i : i + 60] for i in (0, 60)]
+    assert found.nll * found.tokens == pytest.approx(sum(step_by_step(model, w, prompt) for w in windows), rel=1e-5)
+    assert found.tokens == exact.tokens == 2 * (60 - prompt)
+    assert "through the" in found.protocol.reading
+    lossless = prompt == 1 and "snapkv" in cache  # it thins out prompts alone
+    assert (found.versus(exact).nll == pytest.approx(0, abs=1e-6)) == lossless
+
+
+def test_without_a_prompt_a_lossy_cache_is_read_through_from_the_start(tiny: Pair, prose: str) -> None:
+    model = zoo.load(tiny.ours.source.reference, override=[f"cache={LOSSY['kivi']}"])
+    found = perplexity(model, prose[:200], context=60, limit=1)
+    [ids] = [model.tokenizer.encode(prose[:200])[:60]]
+    assert found.nll * found.tokens == pytest.approx(step_by_step(model, ids, 1), rel=1e-5)
+    assert found.protocol.reading == "through the kivi cache: calls of at most 8 tokens"
+
+
+@pytest.mark.parametrize("cache", ["dense", "paged", "{name: sliding, room: 8}"])
+def test_a_prompt_of_an_exact_cache_only_says_what_is_scored(tiny: Pair, prose: str, cache: str) -> None:
+    window = "layers.*.mixer.pattern={name: window, size: 9}"
+    model = zoo.load(tiny.ours.source.reference, override=[window, f"cache={cache}"])
+    whole, rest = (perplexity(model, prose[:700], context=40, stride=11, limit=3, prompt=p) for p in (None, 25))
+    reference = zoo.load(tiny.ours.source.reference, override=[window])
+    assert rest.value == pytest.approx(perplexity(reference, prose[:700], context=40, stride=11, limit=3, prompt=25).value, rel=1e-6)
+    assert [n for _, n in whole.windows] == [39, 11, 11]
+    assert [n for _, n in rest.windows] == [15, 11, 11]
+    assert (rest.words, rest.protocol.reading) == (None, "each window in one call")
+
+
+def test_the_cache_of_a_window_is_weighed(tiny: Pair) -> None:
+    """Dense: what the declaration says of a token, and eight bytes for its position; a window holds no more than it needs."""
+    per_token = tiny.ours.spec.cache_bytes_per_token(4) + 8
+    ids = torch.randint(3, 300, (600,), generator=torch.Generator().manual_seed(0))
+    assert perplexity(zoo.build(tiny.ours.spec), ids, context=300, batch_size=2).cache_bytes == 300 * per_token
+    recent = zoo.build(tiny.ours.spec, "cache={name: sinks_recent, sinks: 1, window: 6, room: 2}")
+    assert 7 * per_token <= (perplexity(recent, ids, context=300).cache_bytes or 0) < 15 * per_token
+
+
 # ---- comparisons --------------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +232,9 @@ def test_results_survive_json(tiny: Pair, prose: str) -> None:
         ({"unit": "word", "bos": "window", "limit": 1}, "every token"),
         ({"text": ""}, "at least two"),
         ({"text": [5]}, "at least two"),
+        ({"text": list(range(9)), "prompt": 9}, "9 tokens; at least 10"),
+        ({"prompt": 64}, "prompt must leave tokens of the 64"),
+        ({"prompt": -1}, "prompt must leave tokens"),
     ],
 )
 def test_mistakes_are_told_before_the_model_runs(tiny: Pair, prose: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any],

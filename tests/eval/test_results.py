@@ -12,7 +12,7 @@ import pytest
 from tests.eval.made import Pair
 from zoo.components import spec as specs
 from zoo.eval import compare_speed, describe_environment, evaluate, load_results, memory, peak_memory, perplexity, save_results
-from zoo.eval.results import Results, ResultsError, Variant, check_results, variant, write_atomic
+from zoo.eval.results import Results, ResultsError, Variant, check_results, check_target, variant, write_atomic
 
 
 def test_results_survive_the_file(results: Results, tmp_path: Path) -> None:
@@ -31,6 +31,19 @@ def test_numbers_that_json_lacks_survive(results: Results, tmp_path: Path) -> No
     assert again.variants[1].perplexity == math.inf
     assert again.variants[2].perplexity is not None
     assert math.isnan(again.variants[2].perplexity)
+
+
+def test_only_results_are_replaced_by_results(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    check_target(path)
+    save_results(results, path)
+    check_target(path)
+    for content in (b'{"model_type": "llama"}', b"[1]", b"{", b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(FileExistsError, match=r"results\.json is there and holds no results, so it is not replaced"):
+            check_target(path)
+    with pytest.raises(FileExistsError, match="is a folder; give the name of a file in it"):
+        check_target(tmp_path)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

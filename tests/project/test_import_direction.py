@@ -9,8 +9,8 @@ import pytest
 
 LINKS = Path(__file__).parents[2] / ".types"
 MODEL = 1  # every module of zoo/ that LAYERS does not name
-LAYERS = {"components": 0, "quantize": 2, "eval": 3, "recipes": 4, "": 5, "__main__": 5, "cli": 5}
-SHARED = {"contracts", "numerics", "ops", "registry", "spec"}  # what a family may import
+LAYERS = {"components": 0, "quantize": 2, "eval": 3, "recipes": 4, "": 5, "__main__": 5, "cli": 5, "hub_cli": 5}
+SHARED = {"contracts", "cost", "numerics", "ops", "registry", "spec"}  # what a family may import
 
 
 @pytest.fixture(scope="module")

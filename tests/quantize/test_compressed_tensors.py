@@ -106,7 +106,7 @@ def test_schemes_are_read(weights: dict[str, Any], expected: PackedInt) -> None:
         del config["config_groups"]["group_0"]["weights"]["strategy"]
     assert FORMAT.storage(config, NAME, {}) == expected
     assert FORMAT.storage(config, "lm_head", {}) is None
-    assert format_for(config, "here") == FORMAT
+    assert format_for(config) == FORMAT
 
 
 @pytest.mark.parametrize(("on_disk", "expected"), [("bfloat16", None), ("float16", "float16"), ("float32", "float32")])

@@ -38,7 +38,7 @@ def test_gptq_beats_round_to_nearest_by_more_than_the_noise(bits: int, shared_da
     path = shared_data / "weights/babyllama"
     plain = perplexity(quantized(path, "rtn", bits=bits, rules=DOWN))
     draws = [perplexity(quantized(path, "gptq", bits=bits, rules=DOWN, samples=24, length=256, seed=seed)) for seed in range(3)]
-    assert plain - max(draws) > (max(draws) - min(draws)) / 2
+    assert plain - max(draws) > max(draws) - min(draws)
 
 
 def test_eight_bits_are_nearly_lossless(shared_data: Path, tmp_path: Path) -> None:
@@ -53,9 +53,10 @@ def test_eight_bits_are_nearly_lossless(shared_data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
-def test_the_larger_model_at_four_bits(smollm2: Path, tmp_path: Path) -> None:
-    plain = perplexity(quantized(smollm2, "rtn", bits=4), 16)
-    model = quantized(smollm2, "gptq", bits=4, samples=16, length=256)
+@pytest.mark.parametrize("bits", [4, 3])
+def test_the_larger_model(bits: int, smollm2: Path, tmp_path: Path) -> None:
+    plain = perplexity(quantized(smollm2, "rtn", bits=bits), 16)
+    model = quantized(smollm2, "gptq", bits=bits, samples=16, length=256)
     assert perplexity(model, 16) < 0.95 * plain
     zoo.save(model, tmp_path / "saved")
     assert verify(model, tmp_path / "saved").logit_difference == 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,12 @@ import yaml
 from rich.console import Console
 
 import zoo.recipes.runner as runner
+import zoo.recipes.worker as worker
 from tests.eval.made import make_tiny
 from zoo.components.spec import SpecError
-from zoo.eval.results import load_results
+from zoo.eval.changes import perplexity_change
+from zoo.eval.results import Results, Variant, load_results, save_results, write_atomic
+from zoo.eval.summary import summarize
 from zoo.recipes.recipe import Recipe, merge, names, read_recipe
 
 BASE: dict[str, Any] = {
@@ -68,8 +72,18 @@ def test_mistakes_come_at_once_with_their_place(tmp_path: Path) -> None:
     ({"variants": []}, "at least one variant"),
     ({"variants": [{"label": "../a"}]}, r"variants\.0\.label: '\.\./a' names files"),
     ({"variants": [{"label": ".."}]}, "names files"),
+    ({"variants": [{"label": "int4"}, {"label": "INT4"}]}, r"variants\.1\.label: 'INT4' and 'int4' name the same file where case"),
+    ({"variants": [{"label": "caf\u00e9"}, {"label": "cafe\u0301"}]}, "name the same file where case, accents' spelling"),
+    ({"variants": [{"label": "a"}, {"label": "b"}, {"label": "a."}]}, r"variants\.2\.label: 'a\.' and 'a' name the same file"),
+    ({"variants": [{"label": "x" * 161}]}, r"variants\.0\.label: 'xxx.*\.\.\.' names files: it has 161 bytes, at most 160"),
+    ({"variants": [{"label": "\u732b" * 60}]}, "it has 180 bytes, at most 160"),
     ({"measure": {}}, "nothing to measure"),
     ({"variants": [{"label": "a", "rules": ["x=keep"]}]}, "rules need a quantizer"),
+    ({"variants": [{"label": "a", "convert": ["mha", "mqq"]}]}, r"variants\.0\.convert\.1: nothing converts to 'mqq'; did you mean 'mqa'"),
+    ({"variants": [{"label": "a", "convert": [{"name": "mla", "rnk": 3}]}]}, r"convert\.0: rnk: .*did you mean 'rank'"),
+    ({"measure": {"perplexity": {"context": []}}}, r"measure\.perplexity\.context: several contexts differ, and there is at least one"),
+    ({"measure": {"perplexity": {"context": [32, 32]}}}, "several contexts differ"),
+    ({"measure": {"perplexity": {"context": [64, 32], "prompt": 32}}}, r"measure\.perplexity\.prompt: must leave tokens of the 32"),
 ])  # fmt: skip
 def test_mistakes_that_types_do_not_catch(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
@@ -116,6 +130,96 @@ def test_a_key_changes_with_what_matters_only(recipe: Recipe, model: Path, tmp_p
     for edit in ("calibration.seed=1", "measure.perplexity.limit=5", "variants.1.quantizer.bits=3", "dtype=bfloat16"):
         assert runner.key(read_recipe(write(tmp_path, model=str(model)), edit), 1) != runner.key(recipe, 1)
     assert runner.key(read_recipe(write(tmp_path, model=str(model)), "variants.2.quantizer.bits=3"), 1) == runner.key(recipe, 1)
+
+
+def test_the_longest_label_names_files(recipe: Recipe, tmp_path: Path) -> None:
+    long = read_recipe(write(tmp_path, "long.yaml", variants=[{"label": "x" * 160}]))
+    order = runner.Order(long, 0, tmp_path, tmp_path / "variants" / f"{long.variants[0].label}-{'0' * 12}.json", "make")
+    order.write(order.result.with_suffix(".order.json"))
+    order.work.mkdir(parents=True)
+    order.folder.mkdir(parents=True)
+    write_atomic(order.made, b"{}")
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["models", "variants", "work"]
+
+
+@pytest.mark.parametrize("name", ["results.json", "report.html", "pareto.png"])
+def test_files_of_no_run_are_not_replaced(recipe: Recipe, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch,
+                                          name: str) -> None:  # fmt: skip
+    monkeypatch.setattr(runner, "_run_one", lambda *_: pytest.fail("a variant was run"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=rf"out holds {re.escape(name)}, but no run of a recipe wrote it"):
+        runner.run(recipe, tmp_path / "out", console=quiet)
+    assert (tmp_path / "out" / name).read_text() == "mine"
+    with pytest.raises(FileExistsError, match="is a file; results need a folder"):
+        runner.run(recipe, tmp_path / "out" / name, console=quiet)
+
+
+def test_a_folder_of_ones_own_among_the_models_is_refused(recipe: Recipe, tmp_path: Path, quiet: Console,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(runner, "_run_one", lambda *_: pytest.fail("a variant was run"))
+    for label in ("baseline", "rtn"):
+        (tmp_path / "out/models" / label).mkdir(parents=True)
+        (tmp_path / "out/models" / label / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"models/rtn is not empty and never replaced.*notes\.txt"):  # the baseline is not written
+        runner.run(recipe, tmp_path / "out", console=quiet)
+
+
+def test_what_a_variant_did_not_write_is_not_deleted(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline is measured where it lies; a folder of its label is nobody's but the user's."""
+
+    def work(order: runner.Order) -> int:
+        done = Variant(name=order.variant.label, perplexity=2.0)
+        save_results(Results(environment={}, variants=[done]), order.result)
+        return 0
+
+    monkeypatch.setattr(runner, "_work", work)
+    notes = tmp_path / "out/models/baseline/notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    assert runner._run_one(recipe, 0, tmp_path / "out/variants/baseline-0.json", tmp_path / "out").error is None
+    assert notes.read_text() == "mine"
+
+
+def test_a_damaged_variant_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "baseline-0.json"
+    save_results(Results(environment={}, variants=[Variant(name="baseline", perplexity=2.0)]), path)
+    assert runner._finished(path) is not None
+    path.write_bytes(path.read_bytes()[:-20])
+    assert runner._finished(path) is None
+
+
+def test_parts_are_swapped_and_read_through_their_caches(model: Path, tmp_path: Path) -> None:
+    """Conversions are made, saved and read back; each context has its perplexity and the bytes of its cache."""
+    variants = [{"label": "baseline"}, {"label": "kivi", "override": ["cache={name: kivi, bits: 2, group: 4, residual: 8}"]},
+                {"label": "mla", "convert": ["mha", {"name": "mla", "rank": 8}]}, {"label": "mha", "convert": ["mha"]}]  # fmt: skip
+    measure = {"perplexity": {"context": [32, 64], "prompt": 8, "limit": 2}}
+    recipe = read_recipe(write(tmp_path, model=str(model), variants=variants, measure=measure))
+    assert len({runner.key(recipe, i) for i in range(4)}) == 4
+    done = {}
+    for i, variant in enumerate(recipe.variants):
+        order = runner.Order(recipe, i, tmp_path, tmp_path / f"{variant.label}.json", "make")
+        assert order.needed == bool(variant.convert)
+        if order.needed:
+            worker.make(order)
+        done[variant.label] = worker.measure(order)
+    base, kivi, mla, mha = (done[name] for name in ("baseline", "kivi", "mla", "mha"))
+    assert base.perplexities.keys() == {"64"}
+    assert base.cache_bytes.keys() == {"32", "64"}
+    assert mha.perplexity == pytest.approx(base.perplexity, rel=1e-4)
+    assert mha.perplexities["64"] == pytest.approx(base.perplexities["64"], rel=1e-4)
+    assert mha.cache_bytes_per_token == 2 * (base.cache_bytes_per_token or 0)
+    for lossy in (kivi, mla):
+        for kind in ("perplexity", "perplexity at 64"):
+            assert abs(perplexity_change(lossy, base, kind).value) > 1e-5
+    how = kivi.measured["perplexity at 64"]["protocol"]["reading"]
+    assert how == "through the kivi cache: a prompt of 8 tokens, then calls of at most 8 tokens"
+    assert [(row["conversion"], row["exact"]) for row in mla.modules] == [("gqa_to_gqa", True), ("gqa_to_latent", False)]
+    results = Results(environment={}, variants=list(done.values()))
+    titles = [column.title for column in summarize(results).columns]
+    assert titles[2:7] == ["Perplexity", "Perplexity at 64", "KV / token", "KV at 32", "KV at 64"]
+    save_results(results, tmp_path / "r.json")
+    assert load_results(tmp_path / "r.json").variants[1].cache_bytes == kivi.cache_bytes
 
 
 @pytest.mark.slow

@@ -66,6 +66,50 @@ def test_quantize_writes_a_verified_folder(zoo_command, model: str, tmp_path: Pa
     assert "is not empty" in err
 
 
+def test_convert_says_what_it_costs_and_writes_a_verified_folder(zoo_command, model: str, tmp_path: Path) -> None:
+    out, figures = tmp_path / "converted", tmp_path / "r.json"
+    words = ("convert", model, "--to", "mha", "--to", "layers.0.mixer.projection={name: mla, rank: 20}", "--samples", "2",
+             "--context", "32", "--limit", "2", "--out", str(out), "--json", str(figures))  # fmt: skip
+    status, printed, err = zoo_command(*words)
+    assert status == 0, err
+    assert "gqa to gqa" in printed
+    assert "layers.0:2" in printed
+    assert "gqa to latent" in printed
+    assert "read back" in printed
+    before, after = json.loads(figures.read_text())["variants"]
+    assert f"perplexity {before['perplexity']:.4g} -> {after['perplexity']:.4g}" in printed
+    assert [(row["conversion"], row["where"], row["exact"]) for row in after["modules"]] == [
+        ("gqa_to_gqa", "layers.0:2", True),
+        ("gqa_to_latent", "layers.0", False),
+    ]
+    assert [layer.mixer.projection.name for layer in zoo.load(out).spec.layers] == ["latent", "gqa"]
+    status, _, err = zoo_command(*words)
+    assert status == 2
+    assert "converted" in err
+    assert zoo_command(*words, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--to", "mqb"], "nothing converts to 'mqb'; did you mean 'mqa'"),
+    (["--to", "{name: gqa, kv_heads: 3}"], "layers.0: kv_heads: 3 is neither"),
+    (["--to", "mha", "--to", "layers.7.mixer.projection=mla"], "nothing at layers.7.mixer.projection"),
+    (["--to", "{name: learned, count: 9}"], "nothing in this model converts to 'learned'"),
+    (["--to", "mha", "--out", "MODEL"], "config.json"),
+    (["--to", "mha", "--context", "1"], "context must be at least 2"),
+    (["--to", "mha", "--text", "OUT"], "out"),
+    (["--to", "{name: mla, rank: 8}", "--calibration", "OUT"], "out"),
+    (["--to", "{name: mla, rank: 8}", "--samples", "100000"], "samples"),
+])  # fmt: skip
+def test_convert_refuses_before_any_work(zoo_command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+                                         message: str) -> None:  # fmt: skip
+    monkeypatch.setattr("zoo.conversion.convert", lambda *_, **__: pytest.fail("it was converted"))
+    monkeypatch.setattr("zoo.eval.held_out._run", lambda *_: pytest.fail("the model ran"))
+    given = [{"MODEL": model, "OUT": str(tmp_path / "out")}.get(w, w) for w in words]
+    status, _, err = zoo_command("convert", model, *given)
+    assert status == 2
+    assert message in err
+
+
 def test_eval_and_bench(zoo_command, model: str, tmp_path: Path) -> None:
     status, _, err = zoo_command("eval", model, "--context", "16", "--json", str(tmp_path / "r.json"))
     assert status == 0, err
@@ -85,9 +129,15 @@ def test_eval_and_bench(zoo_command, model: str, tmp_path: Path) -> None:
     (["quantize", "MODEL", "rtn", "--out", "OUT", "--group-size", "7"], "7"),
     (["run", "quickstrat", "--out", "OUT"], "did you mean 'quickstart'"),
     (["eval", "MODEL", "--context", "0"], "context must be at least 2"),
+    (["eval", "./nowhere", "--json", "MODEL/config.json"], "holds no results, so it is not replaced"),
+    (["eval", "./nowhere", "--json", "MODEL"], "is a folder; give the name of a file"),
+    (["quantize", "./nowhere", "rtn", "--out", "MINE", "--overwrite"], "is no checkpoint (it has no config.json); it holds notes.txt"),
 ])  # fmt: skip
 def test_mistakes_are_one_message(zoo_command, model: str, tmp_path: Path, words: list[str], message: str) -> None:
-    given = [{"MODEL": model, "OUT": str(tmp_path / "out")}.get(w, w) for w in words]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    filled = {"MODEL": model, "MODEL/config.json": f"{model}/config.json", "OUT": str(tmp_path / "out"), "MINE": str(tmp_path / "mine")}
+    given = [filled.get(w, w) for w in words]
     status, _, err = zoo_command(*given)
     assert status == 2
     assert message in err

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
 from tests.zoo.oracle import randomize, relative_error
 from zoo.components import registry
+from zoo.components.position_embedding.learned_grid import resample
 from zoo.components.spec import SpecError, load, override
-from zoo.conversion import ConversionError, Report, convert
+from zoo.conversion import ConversionError, Report, Row, convert, plan, read
 from zoo.conversions.gqa_to_latent import factor
 from zoo.model import ModelSpec
 from zoo.quantize import quantize
@@ -176,7 +178,14 @@ def test_bfloat16_stays_and_the_router_does_not() -> None:
 @pytest.mark.parametrize(
     ("projection", "edits", "to", "reason"),
     [
-        (GQA, [], "sage", "nothing in this model converts to 'sage'.*Reachable: gated to moe, gqa to gqa, gqa to latent, rope to rope"),
+        (
+            GQA,
+            [],
+            {"name": "learned", "count": 9},
+            "converts to 'learned'; the model has gated, gqa, rope.*: gated to moe, gqa to gqa, gqa to",
+        ),
+        (GQA, [], "layers.2.mixer.projection=mha", r"nothing at layers\.2\.mixer\.projection converts to 'gqa'"),
+        (GQA, ["layers.1.mixer.projection.bias=true"], "mla", r"^layers\.1: latent has no bias on queries"),
         (GQA, [], {"name": "gqa", "kv_heads": 3}, "3 is neither a multiple nor a divisor of the model's 2"),
         (GQA | {"kv_heads": 4}, [], {"name": "gqa", "kv_heads": 3}, "3 is neither"),
         (GQA | {"bias": True}, [], "latent", "latent has no bias on queries"),
@@ -198,9 +207,130 @@ def test_refusals(projection: Any, edits: list[str], to: Any, reason: str) -> No
         convert(build(projection, *edits), to)
 
 
-def test_mistaken_fields_are_named() -> None:
-    with pytest.raises(SpecError, match=r"to\.ranks: conversion gqa_to_latent has no such field; did you mean 'rank'"):
-        convert(build(), {"name": "latent", "ranks": 3})
+@pytest.mark.parametrize(("to", "message"), [
+    ({"name": "latent", "ranks": 3}, r"to\.ranks: conversion gqa_to_latent has no such field; did you mean 'rank'"),
+    ("latant", "nothing converts to 'latant'; did you mean 'latent'.*there are .*mha, mla, moe, mqa"),
+    ("{name: mqa, kv_heads: 2}", r"to\.kv_heads: mqa says it already; write 'gqa' to choose it"),
+    ("{name: mla", "not YAML"),
+    ("64", "expected a name"),
+    ("layers.*.mlp={experts: 2}", "nothing converts to ''"),
+    ("{name: mla, rank: many}", r"to\.rank: .*many"),
+])  # fmt: skip
+def test_what_is_no_conversion_is_said_before_any_work(to: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        read(to)
+
+
+def test_short_names_say_what_people_call_it() -> None:
+    model = build()
+    for short, long in (("mha", "gqa"), ("mqa", {"name": "gqa", "kv_heads": 1}), ("{name: mla, rank: 8}", {"name": "latent", "rank": 8})):
+        assert plan(model.spec, short) == plan(model.spec, long)
+    assert plan(model.spec, "interleaved").spec.layers[0].mixer.position.layout == "interleaved"
+
+
+@pytest.mark.parametrize(("where", "layers"), [("layers.1", [1]), ("layers.-1", [1]), ("layers.0:1", [0]), ("layers.*", [0, 1]),
+                                               ("layers.[0,1]", [0, 1])])  # fmt: skip
+def test_an_edit_says_where(where: str, layers: list[int]) -> None:
+    error, report, new = changed(build(), f"{where}.mixer.projection={{name: gqa, kv_heads: 1}}")
+    assert [row.where for row in report.rows] == [f"layers.{i}" for i in layers]
+    assert [i for i, layer in enumerate(new.spec.layers) if layer.mixer.projection.kv_heads == 1] == layers
+    assert error > EXACT
+
+
+def test_the_report_has_a_row_for_each_kind() -> None:
+    rows = [Row(f"layers.{i}", "gqa_to_gqa", False, 0.1 * i, "") for i in range(3)]
+    kinds = Report([*rows, Row("layers.3", "gqa_to_gqa", True, 0.0, "")]).kinds()
+    assert [(k.where, k.exact, k.weight_error) for k in kinds] == [("layers.0:3", False, 0.2), ("layers.3", True, 0.0)]
+
+
+# ---- learned positions --------------------------------------------------------------------------------------------------------
+
+
+def positioned(count: int = 12, offset: int = 2) -> Any:
+    embed = {"name": "tokens", "vocab": 50, "position": {"name": "learned", "count": count, "offset": offset}}
+    layer = {"mixer": {"projection": GQA}, "mlp": {"name": "plain", "hidden": 48}}
+    data = {"width": 32, "context": count, "embed": embed, "layers": [layer] * 2, "head": "lm"}
+    return randomize(load(ModelSpec, data).build())
+
+
+@torch.no_grad()
+def test_positions_are_interpolated_between_the_first_and_the_last() -> None:
+    model = positioned()
+    old = model.embed.position.weight
+    new, report = convert(model, "embed.position={name: learned, count: 23}")
+    table = new.embed.position.weight
+    torch.testing.assert_close(table[2::2], old[2:])
+    torch.testing.assert_close(table[3::2], (old[2:-1] + old[3:]) / 2)
+    assert torch.equal(table[:2], old[:2])
+    assert (new.spec.context, new(ids()[:, :23]).shape[1]) == (23, 23)
+    [row] = report.rows
+    want = float((table[2:14] - old[2:]).norm() / old[2:].norm())
+    assert (row.where, row.exact, row.weight_error) == ("embed", False, pytest.approx(want))
+    assert row.lost == "positions from 0 on are 0.5 trained steps apart"
+
+
+@torch.no_grad()
+def test_kept_positions_change_nothing_until_they_end() -> None:
+    model = positioned()
+    new, report = convert(model, {"name": "learned", "count": 20, "keep": 6})
+    assert torch.equal(new(ids()[:, :6]), model(ids()[:, :6]))
+    assert not torch.equal(new(ids()[:, :8]), model(ids()[:, :8]))
+    assert not report.exact
+    cut, report = convert(model, {"name": "learned", "count": 8, "keep": 8})
+    assert torch.equal(cut(ids()[:, :8]), model(ids()[:, :8]))
+    assert report.exact
+    assert report.lost == ["texts of more than 8 tokens no longer fit"]
+    same, report = convert(model, {"name": "learned", "count": 12})
+    assert torch.equal(same(ids()[:, :12]), model(ids()[:, :12]))
+    assert report.exact
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"count": 0}, "embed: count: must be at least 1"),
+    ({"count": 20, "keep": 12}, r"embed: keep: must lie in 0..11 for 20 positions out of 12"),
+    ({"count": 8, "keep": 9}, r"keep: must lie in 0..8"),
+])  # fmt: skip
+def test_positions_that_cannot_be(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ConversionError, match=message):
+        convert(positioned(), {"name": "learned", **fields})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("antialias", [False, True])
+def test_a_resampled_grid_is_exact_for_images_of_its_size(antialias: bool) -> None:
+    grid = {"name": "learned_grid", "rows": 4, "columns": 4, "prefix": 1, "antialias": antialias}
+    layer = {"mixer": {"projection": GQA, "pattern": "full"}, "mlp": {"name": "plain", "hidden": 48}}
+    data = {"width": 32, "context": 17, "embed": {"name": "patches", "patch": 2, "channels": 1, "position": grid}, "layers": [layer],
+            "head": {"name": "classification", "labels": 5}}  # fmt: skip
+    model = randomize(load(ModelSpec, data).build())
+    new, report = convert(model, {"name": "learned_grid", "rows": 3, "columns": 6})
+    images = {size: torch.randn(2, 1, *size, generator=torch.Generator().manual_seed(0)) for size in ((6, 12), (8, 8))}
+    assert torch.equal(new(images[6, 12]), model(images[6, 12]))
+    assert relative_error(new(images[8, 8]), model(images[8, 8])) > EXACT
+    assert not report.exact
+    assert 0 < report.weight_error < 1
+    assert report.lost == ["images of other than 3 x 6 patches see positions that were resampled twice"]
+    same, report = convert(model, {"name": "learned_grid", "rows": 4, "columns": 4})
+    assert report.exact
+    assert torch.equal(same(images[8, 8]), model(images[8, 8]))
+
+
+@torch.no_grad()
+def test_a_resampled_grid_is_that_of_timm_and_transformers() -> None:
+    """transformers' ViT interpolates a [1, M, rows, columns] view bicubically without aligned corners; timm smooths as well."""
+    table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    view = table.reshape(1, 3, 4, 5).permute(0, 3, 1, 2)
+    for antialias in (False, True):
+        want = F.interpolate(view, (2, 6), mode="bicubic", align_corners=False, antialias=antialias).permute(0, 2, 3, 1).reshape(12, 5)
+        torch.testing.assert_close(resample(table, (3, 4), (2, 6), antialias), want)
+
+
+@torch.no_grad()
+def test_a_part_without_a_gate_is_upcycled() -> None:
+    model = positioned()
+    new, report = convert(model, "moe")
+    assert report.exact
+    assert relative_error(new(ids()[:, :12]), model(ids()[:, :12])) < EXACT
 
 
 def test_every_conversion_says_where_it_leads() -> None:
@@ -208,7 +338,7 @@ def test_every_conversion_says_where_it_leads() -> None:
         start, _, end = part.name.partition("_to_")
         assert part.source
         for word in (start, end):
-            assert any(word in registry.names(family) for family in ("projection", "position", "mlp")), part.name
+            assert any(word in registry.names(family) for family in ("projection", "position", "mlp", "position_embedding")), part.name
 
 
 @pytest.mark.slow
@@ -221,6 +351,38 @@ def test_real_weights(shared_data: Path) -> None:
         new, report = convert(model, to)
         assert report.exact
         assert relative_error(new(x), want) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("to", ["mha", "{name: mla, rank: 8}", "interleaved", "moe"])
+def test_packed_models_are_converted(to: str) -> None:
+    """Parts that stay keep their storage; those that change become dense. Both models go on working."""
+    model = build(GQA)
+    quantize(model, "rtn", bits=8, group_size=16, progress=False)
+    error, report, new = changed(model, to)
+    assert new.spec.layers[0].mixer.projection.o.name == "packed_int"
+    assert (error < EXACT) == report.exact
+
+
+@pytest.mark.slow
+def test_what_conversions_cost_on_real_weights(shared_data: Path) -> None:
+    """Perplexity stays where a conversion is exact, rises as rank falls, and calibration saves some of it."""
+    from zoo.eval import perplexity
+
+    model = zoo.load(shared_data / "weights/stories260K", dtype="float32")
+    text = (shared_data / "text/wikitext-2-raw-test.txt").read_text()[:12_000]
+    x = torch.tensor(model.tokenizer.encode(text[6000:]))[:1024].view(4, 256)
+
+    def figure(to: Any, calibration: Tensor | None = None) -> float:
+        return perplexity(convert(model, to, ids=calibration)[0], text[:4000], context=256, limit=4).value
+
+    before = perplexity(model, text[:4000], context=256, limit=4).value
+    for to in ("mha", "mla", "moe", "interleaved"):
+        assert figure(to) == pytest.approx(before, rel=1e-4)
+    ranks = [figure({"name": "mla", "rank": rank}) for rank in (24, 16, 8)]
+    assert before < ranks[0] < ranks[1] < ranks[2]
+    assert figure({"name": "mla", "rank": 16}, x) < ranks[1]
+    assert figure("mqa") > before
 
 
 @pytest.mark.slow

@@ -30,15 +30,15 @@ class Upcycled(Conversion):
     k: int = 2
     seed: int = 0
 
-    def target(self, layer: LayerSpec, width: int) -> LayerSpec:
+    def target(self, site: LayerSpec, width: int) -> LayerSpec:
         if not 1 <= self.k <= self.experts:
             raise ConversionError(f"k: must lie in 1..{self.experts} (experts), got {self.k}")
-        return dataclasses.replace(layer, mlp=MoE(router=TopK(k=self.k), experts=(unpacked(layer.mlp),) * self.experts))
+        return dataclasses.replace(site, mlp=MoE(router=TopK(k=self.k), experts=(unpacked(site.mlp),) * self.experts))
 
     def convert(self, work: Work) -> Converted:
         dense = {name.removeprefix("mlp."): tensor for name, tensor in work.held.items() if name.startswith("mlp.")}
         made = {f"mlp.experts.{i}.{name}": tensor.clone() for i in range(self.experts) for name, tensor in dense.items()}
-        width = work.held["mlp.gate.weight"].shape[1]
-        generator = torch.Generator().manual_seed(self.seed + work.index)
+        width = work.held["mlp.up.weight"].shape[1]
+        generator = torch.Generator().manual_seed(self.seed + int(work.path.removeprefix("layers.")))
         router = STD * torch.randn(self.experts, width, generator=generator)
-        return Converted(made | {"mlp.router.weight": router.to(dense["gate.weight"].device)}, exact=True)
+        return Converted(made | {"mlp.router.weight": router.to(dense["up.weight"].device)}, exact=True)

@@ -24,13 +24,13 @@ class KeyValueHeads(Conversion):
 
     kv_heads: int | None = None
 
-    def target(self, layer: LayerSpec, width: int) -> LayerSpec:
-        old = expect(layer.mixer.projection, GroupedQuery)
+    def target(self, site: LayerSpec, width: int) -> LayerSpec:
+        old = expect(site.mixer.projection, GroupedQuery)
         count = old.heads if self.kv_heads is None else self.kv_heads
         if count < 1 or (count % old.kv_heads and old.kv_heads % count):
             raise ConversionError(f"kv_heads: {count} is neither a multiple nor a divisor of the model's {old.kv_heads}")
         new = dataclasses.replace(old, kv_heads=count, k=unpacked(old.k), v=unpacked(old.v))
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, projection=new))
+        return dataclasses.replace(site, mixer=dataclasses.replace(site.mixer, projection=new))
 
     def convert(self, work: Work) -> Converted:
         before, after = expect(work.old.mixer.projection, GroupedQuery), expect(work.new.mixer.projection, GroupedQuery)

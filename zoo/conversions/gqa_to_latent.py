@@ -33,16 +33,19 @@ class GroupedQueryToLatent(Conversion):
     go into the latent. None keeps all. G key heads of D channels take rank + G * rope numbers per token instead of 2 G D.
     """
 
-    calibrated = True
-
     rank: int | None = None
     rope: int | None = None
 
-    def target(self, layer: LayerSpec, width: int) -> LayerSpec:
-        old = expect(layer.mixer.projection, GroupedQuery)
-        if old.qk_norm or old.bias:
-            raise ConversionError(f"latent has no {'q/k norm' if old.qk_norm else 'bias on queries'}, which this model's gqa has")
-        turned, kept = self.channels(layer)
+    @property
+    def calibrated(self) -> bool:
+        return self.rank is not None
+
+    def target(self, site: LayerSpec, width: int) -> LayerSpec:
+        old = expect(site.mixer.projection, GroupedQuery)
+        lacks = [what for what, there in (("q/k norm", old.qk_norm), ("bias on queries", old.bias), ("clip", old.clip)) if there]
+        if lacks:
+            raise ConversionError(f"latent has no {lacks[0]}, which this model's gqa has")
+        turned, kept = self.channels(site)
         rows = old.kv_heads * (2 * old.head_dim - kept)
         if self.rank is not None and self.rank < 1:
             raise ConversionError(f"rank: must be at least 1, got {self.rank}")
@@ -57,8 +60,8 @@ class GroupedQueryToLatent(Conversion):
             logit_scale=old.head_dim**-0.5 if old.logit_scale is None else old.logit_scale,
             o=old.o,
         )
-        position = shorter(layer.mixer.position, turned, kept, old.kv_heads)
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, projection=projection, position=position))
+        position = shorter(site.mixer.position, turned, kept, old.kv_heads)
+        return dataclasses.replace(site, mixer=dataclasses.replace(site.mixer, projection=projection, position=position))
 
     def channels(self, layer: LayerSpec) -> tuple[int, int]:
         """(rotated channels of a key head, those that stay so)."""

@@ -29,8 +29,8 @@ class LatentToGroupedQuery(Conversion):
     A head has the rotated channels first, then the others; keys or values are padded with zeros to the wider of both.
     """
 
-    def target(self, layer: LayerSpec, width: int) -> LayerSpec:
-        old, position = expect(layer.mixer.projection, Latent), layer.mixer.position
+    def target(self, site: LayerSpec, width: int) -> LayerSpec:
+        old, position = expect(site.mixer.projection, Latent), site.mixer.position
         if not isinstance(old.latent_norm, Identity):
             raise ConversionError(f"the latent norm {old.latent_norm.name} acts on activations and cannot be multiplied into weights")
         if old.bias:
@@ -45,7 +45,7 @@ class LatentToGroupedQuery(Conversion):
         if isinstance(position, Rope):
             turned = position.width or old.rope
             position = dataclasses.replace(position, width=None if turned == head_dim else turned)
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, projection=projection, position=position))
+        return dataclasses.replace(site, mixer=dataclasses.replace(site.mixer, projection=projection, position=position))
 
     def convert(self, work: Work) -> Converted:
         before, after = expect(work.old.mixer.projection, Latent), expect(work.new.mixer.projection, GroupedQuery)

@@ -31,16 +31,16 @@ class RopeLayout(Conversion):
 
     layout: Layout
 
-    def target(self, layer: LayerSpec, width: int) -> LayerSpec:
-        projection = layer.mixer.projection
+    def target(self, site: LayerSpec, width: int) -> LayerSpec:
+        projection = site.mixer.projection
         if isinstance(projection, GroupedQuery):
             projection = dataclasses.replace(projection, q=unpacked(projection.q), k=unpacked(projection.k))
         elif isinstance(projection, Latent):
             projection = dataclasses.replace(projection, q_up=unpacked(projection.q_up), kv_down=unpacked(projection.kv_down))
         else:
             raise ConversionError(f"rope's layout can be changed under gqa and latent projections, not {projection.name}")
-        position = dataclasses.replace(expect(layer.mixer.position, Rope), layout=self.layout)
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, projection=projection, position=position))
+        position = dataclasses.replace(expect(site.mixer.position, Rope), layout=self.layout)
+        return dataclasses.replace(site, mixer=dataclasses.replace(site.mixer, projection=projection, position=position))
 
     def convert(self, work: Work) -> Converted:
         rope, projection = expect(work.old.mixer.position, Rope), work.old.mixer.projection

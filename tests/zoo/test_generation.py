@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 import zoo
 from tests.zoo.oracle import llama_checkpoint
 from zoo.components.spec import load
-from zoo.generate import Completion, _Text, complete, eos_ids, generate, stream
+from zoo.generation import Completion, _Text, complete, eos_ids, generate, stream
 from zoo.model import Model, ModelSpec
 from zoo.sampling import Sampling
 from zoo.tokenizers import from_gguf
@@ -184,6 +184,17 @@ def test_conversations(model: Model):
         (["a"], {"stream": print}, "only a single text"),
         ([1], {"stream": print}, "only a single text"),
         ([300], {}, "must lie in 0..256"),
+        ([True, False], {}, r"got \[True, False\]; ids are whole numbers"),
+        ([[1, 2], [True]], {}, "ids are whole numbers from 0 on"),
+        ([1, -1], {}, r"got \[1, -1\]; ids are whole numbers"),
+        (torch.tensor([True]), {}, "ids are whole numbers from 0 on"),
+        (torch.tensor([1.0]), {}, "ids are whole numbers from 0 on"),
+        ("a", {"eos": "</S>"}, "eos: the tokenizer has no token '</S>'; did you mean '</s>'"),
+        ("a", {"eos": [1, -2]}, "eos: a token is an id from 0 on, or a string of the tokenizer, got -2"),
+        ("a", {"eos": [True]}, "eos: a token is an id from 0 on.*got True"),
+        ("a", {"eos": None}, "eos: a token is an id from 0 on.*got None"),
+        ("a", {"eos": 2.0}, "eos: a token is an id from 0 on.*got 2.0"),
+        ("a", {"eos": [[2]]}, r"eos: a token is an id from 0 on.*got \[2\]"),
     ],
 )
 def test_errors_name_the_place(model: Model, prompt: Any, options: dict[str, Any], message: str):
@@ -246,6 +257,8 @@ def test_ends_that_the_checkpoint_names(model: Model):
     assert eos_ids(named) == {3}  # type: ignore[arg-type]
     assert eos_ids(model) == eos_ids(model, False) == frozenset()
     assert eos_ids(model, 1) == {1}  # 1 is not True
+    assert eos_ids(model, "</s>") == eos_ids(model, ["</s>", 256]) == {256}
+    assert eos_ids(model, {"</s>", "a", 3}) == {256, model.tokenizer.encode("a")[0], 3}
 
 
 @pytest.fixture(scope="module")

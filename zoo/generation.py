@@ -6,18 +6,22 @@ known of each answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
+from zoo.components.registry import nearest
 from zoo.model import Model
 from zoo.sampling import Sampling
+from zoo.tokenizers import beginning
 
 GREEDY = Sampling()
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+Eos = bool | int | str | Collection[int | str]
 Kind = Literal["text", "ids", "conversation"]
 CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with: enough to hold the tokens of one character
 
@@ -39,7 +43,7 @@ class Completion:
 
 def generate(model: Model, prompt: Any, *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
              top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, seed: int | Sequence[int] = 0,
-             stop: str | Sequence[str] = (), eos: bool | int | Sequence[int] = True, chat: bool = False, system: str | None = None,
+             stop: str | Sequence[str] = (), eos: Eos = True, chat: bool = False, system: str | None = None,
              stream: Callable[[str], Any] | None = None) -> Any:  # fmt: skip
     """What the model writes after a prompt, without the prompt.
 
@@ -47,10 +51,12 @@ def generate(model: Model, prompt: Any, *, max_new_tokens: int = 128, temperatur
     tensor [T] or [B, T]. Ids are answered by ids, all else by text; a list by a list. Each prompt of a batch gets what it would get
     alone.
 
+    A text begins as the tokenizer begins it by default; a token that it would put after the text is left out, for the text goes on.
+
     temperature ... seed: see Sampling. stop: strings that end the text, which is cut before them. eos: True for the ids that the
-    checkpoint names, False to go on regardless, or ids. chat: put texts into the conversation format of the tokenizer, as the
-    user's words; conversations always are. system: a system message to begin conversations with. stream: called with each piece of
-    a single text as soon as it is certain.
+    checkpoint names, False to go on regardless, or tokens by id or as the tokenizer spells them (``"</s>"``). chat: put texts into the
+    conversation format of the tokenizer, as the user's words; conversations always are. system: a system message to begin conversations
+    with. stream: called with each piece of a single text as soon as it is certain.
 
     Raises ValueError, before anything is computed, for options out of range, prompts without tokens, and for text without a tokenizer.
     """
@@ -70,7 +76,7 @@ def generate(model: Model, prompt: Any, *, max_new_tokens: int = 128, temperatur
 
 def stream(model: Model, prompt: Any, *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
            top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, seed: int = 0,
-           stop: str | Sequence[str] = (), eos: bool | int | Sequence[int] = True, chat: bool = False,
+           stop: str | Sequence[str] = (), eos: Eos = True, chat: bool = False,
            system: str | None = None) -> Iterator[str]:  # fmt: skip
     """The text of ``generate`` for one text or conversation, in pieces that do not change once they are given.
 
@@ -85,7 +91,7 @@ def stream(model: Model, prompt: Any, *, max_new_tokens: int = 128, temperature:
 
 def complete(model: Model, prompts: Sequence[str] | Sequence[Sequence[int]] | Tensor, *, max_new_tokens: int = 128,
              sampling: Sampling = GREEDY, stop: str | Sequence[str] = (),
-             eos: bool | int | Sequence[int] = True) -> list[Completion]:  # fmt: skip
+             eos: Eos = True) -> list[Completion]:  # fmt: skip
     """Continue each prompt (all texts, or all token ids) and tell what is known of the result. Options and errors as in generate."""
     asked = _read(prompts, chat=False, system=None)
     if not asked.many:
@@ -95,15 +101,41 @@ def complete(model: Model, prompts: Sequence[str] | Sequence[Sequence[int]] | Te
     return [row.completion() for row in job.rows]
 
 
-def eos_ids(model: Model, eos: bool | int | Sequence[int] = True) -> frozenset[int]:
-    """The ids that end a text: True takes those of generation_config.json, or else of config.json; both may name one or several."""
-    if eos is True:
-        settings = {} if model.source is None else model.source.generation
-        named = settings.get("eos_token_id", model.config.get("eos_token_id"))
-        return eos_ids(model, () if named is None else named)
+def eos_ids(model: Model, eos: Eos = True) -> frozenset[int]:
+    """The ids that end a text: True takes those of generation_config.json, or else of config.json; both may name one or several.
+
+    Raises ValueError for what is neither an id nor a token of the tokenizer, and for a file that names other things than ids.
+    """
     if eos is False:
         return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    if eos is not True:
+        given = eos if isinstance(eos, Collection) and not isinstance(eos, str) else [eos]
+        return frozenset(_token_id(model, x, "eos") for x in given)
+    settings = {} if model.source is None else model.source.generation
+    file = "generation_config.json" if "eos_token_id" in settings else "config.json"
+    named = settings.get("eos_token_id", model.config.get("eos_token_id"))
+    several = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(_is_id(x) for x in several):
+        raise ValueError(
+            f"{file}: eos_token_id must be a token id or a list of them, it is {named!r:.60}; pass eos to say what ends a text"
+        )
+    return frozenset(several)
+
+
+def _is_id(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+def _token_id(model: Model, token: int | str, place: str) -> int:
+    """The id of a token given by id or as the tokenizer spells it."""
+    if isinstance(token, str):
+        found = model.tokenizer.get_vocab().get(token)
+        if found is None:
+            raise ValueError(f"{place}: the tokenizer has no token {token!r}{nearest(token, model.tokenizer.all_special_tokens)}")
+        return found
+    if not _is_id(token):
+        raise ValueError(f"{place}: a token is an id from 0 on, or a string of the tokenizer, got {token!r:.60}")
+    return token
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------------------
@@ -152,9 +184,12 @@ def _kind(item: Any) -> Kind:
         return "text"
     if isinstance(item, Sequence) and item and all(isinstance(x, Mapping) and "role" in x for x in item):
         return "conversation"
-    if isinstance(item, Sequence) and all(isinstance(x, int) for x in item):
+    if isinstance(item, Sequence) and all(_is_id(x) for x in item):
         return "ids"
-    raise ValueError(f"a prompt must be a text, token ids, or a list of messages with role and content, got {item!r:.100}")
+    raise ValueError(
+        f"a prompt must be a text, token ids, or a list of messages with role and content, got {item!r:.100}; "
+        "ids are whole numbers from 0 on"
+    )
 
 
 def _encode(model: Model, asked: _Asked) -> list[list[int]]:
@@ -162,7 +197,8 @@ def _encode(model: Model, asked: _Asked) -> list[list[int]]:
     if asked.kind == "ids":
         found = [list(item) for item in asked.items]
     elif asked.kind == "text":
-        found = [model.tokenizer.encode(text) for text in asked.items]
+        start = beginning(model.tokenizer)
+        found = [start + model.tokenizer.encode(text, add_special_tokens=False) for text in asked.items]
     else:
         found = [_encode_conversation(model.tokenizer, messages) for messages in asked.items]
     for i, ids in enumerate(found):
@@ -174,7 +210,10 @@ def _encode(model: Model, asked: _Asked) -> list[list[int]]:
 def _encode_conversation(tokenizer: Any, messages: list[Mapping[str, Any]]) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError("this model's tokenizer has no chat template; give a text without chat=True")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as e:
+        raise ValueError(f"the tokenizer's chat template refuses the conversation: {type(e).__name__}: {e}") from None
     return tokenizer.encode(text, add_special_tokens=False)  # templates write the special tokens themselves
 
 
@@ -216,10 +255,12 @@ class _Job:
 
 
 def _job(model: Model, asked: _Asked, sampling: Sampling, limit: int, stop: str | Sequence[str],
-         eos: bool | int | Sequence[int]) -> _Job:  # fmt: skip
+         eos: Eos) -> _Job:  # fmt: skip
     """Check and encode everything that was asked for."""
     if not isinstance(limit, int) or limit < 1:
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {limit!r}")
+    if not model.spec.head.says_next:
+        raise ValueError(f"head {model.spec.head.name} does not say which token comes next, so this model writes no text")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise ValueError("stop: an empty string would end every text before it begins; leave it out")

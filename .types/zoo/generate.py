@@ -1,1 +1,0 @@
-../../zoo/generate.py

@@ -1,0 +1,1 @@
+../../zoo/hub_cli.py

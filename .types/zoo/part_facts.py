@@ -1,0 +1,1 @@
+../../zoo/part_facts.py

@@ -1,0 +1,70 @@
+"""The families that hold weights of their own and nothing else: linear storage and norms."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from zoo.components.contracts._declare import declare
+from zoo.components.cost import Call
+from zoo.components.spec import Child, Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Spec):
+    """Storage and product of a weight matrix. Built with (inputs, outputs, bias); the module maps [..., inputs] to [..., outputs].
+
+    The module has ``inputs`` and ``outputs``, ``dense_weight(dtype) -> [outputs, inputs]`` and ``bias`` (Parameter or None).
+    """
+
+    family: ClassVar[str] = declare("linear", "how a weight matrix is stored and multiplied")
+
+    def flops(self, call: Call, inputs: int, outputs: int, bias: bool) -> float:
+        return 2 * inputs * outputs * call.new
+
+    @abstractmethod
+    def build(self, inputs: int, outputs: int, bias: bool) -> nn.Module: ...
+
+
+class Prepared(nn.Module):
+    """A module that arranges its tensors in memory once they are in place."""
+
+    def prepare(self) -> None:
+        """Take the layout that is fastest on the device."""
+        raise NotImplementedError
+
+
+class StoredLinear(Prepared):
+    """A linear module whose tensors in memory may differ from those that are saved."""
+
+    inputs: int
+    outputs: int
+    bias: nn.Parameter | None
+
+    def canonical(self) -> dict[str, Tensor]:
+        """The tensors as they are saved, named as by the spec's ``own_tensors``."""
+        raise NotImplementedError
+
+    def hold(self, canonical: dict[str, Tensor]) -> None:
+        """Take these tensors, named as they are saved and without the bias, in place of those held."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Spec):
+    """Normalisation. Built with (width); the module maps [..., width] to the same shape."""
+
+    family: ClassVar[str] = declare("norm", "how activations are normalised")
+
+    @abstractmethod
+    def build(self, width: int) -> nn.Module: ...
+
+
+def attach(module: nn.Module, children: Mapping[str, Child]) -> None:
+    """Build each child and make it a submodule under its name."""
+    for name, child in children.items():
+        setattr(module, name, child.build())

@@ -1,0 +1,155 @@
+"""Where a model may be written, and what becomes of what was there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from tests.eval.made import make_tiny
+from zoo.components.contracts import Linear
+from zoo.components.spec import load
+from zoo.model import Model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    layer = {"mixer": {"projection": {"name": "gqa", "heads": 2, "kv_heads": 1, "head_dim": 8}, "position": "rope"},
+             "mlp": {"name": "gated", "hidden": 24}}  # fmt: skip
+    return zoo.build({"width": 16, "context": 32, "embed": {"name": "tokens", "vocab": 11}, "layers": [layer], "head": "lm"})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"thesis.tex": "years of work"}, "no config.json"),
+        ({"config.json": '{"port": 8080}', "server.py": ""}, "names no model_type"),
+        ({"config.json": "{"}, "names no model_type"),
+        ({"config.json": '{"model_type": "llama"}', ".git/HEAD": "ref"}, "under version control"),
+        ({"model/config.json": '{"model_type": "llama"}'}, "no config.json"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(model: Model, tmp_path: Path, files: dict[str, str], reason: str,
+                                                           overwrite: bool) -> None:  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text(text)
+    before = contents(tmp_path / "mine")
+    with pytest.raises(FileExistsError) as e:
+        zoo.save(model, tmp_path / "mine", overwrite=overwrite)
+    assert reason in str(e.value)
+    assert next(iter(files)).split("/")[0] in str(e.value)
+    assert contents(tmp_path / "mine") == before
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_long_folders_are_named_in_part(model: Model, tmp_path: Path) -> None:
+    for i in range(12):
+        (tmp_path / f"{i:02}.txt").touch()
+    with pytest.raises(FileExistsError, match=r"it holds 00\.txt, .*07\.txt and 4 more"):
+        zoo.save(model, tmp_path, overwrite=True)
+
+
+def test_a_checkpoint_is_replaced_whole_where_asked(model: Model, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    zoo.save(model, folder)
+    (folder / "notes.txt").write_text("of the old one")
+    with pytest.raises(FileExistsError, match=r"holds a checkpoint: config\.json, model\.safetensors.*overwrite=True.*--overwrite"):
+        zoo.save(model, folder)
+    zoo.save(model, folder, overwrite=True)
+    assert set(contents(folder)) == {"config.json", "model.safetensors"}
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_empty_folders_are_used_and_files_refused(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    zoo.save(model, tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    for overwrite in (True, False):
+        with pytest.raises(FileExistsError, match="file is a file"):
+            zoo.save(model, tmp_path / "file", overwrite=overwrite)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_the_current_folder_is_not_pulled_away(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "..", tmp_path):
+        with pytest.raises(FileExistsError, match="current folder"):
+            zoo.save(model, folder, overwrite=True)
+
+
+def test_a_tilde_is_the_home_folder(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert zoo.save(model, "~/model").folder == tmp_path / "model"
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_the_old_folder_is_put_back_when_moving_fails(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """Renames of the old folder aside and of the new one in; whichever fails, nothing has changed."""
+    folder, calls, real = tmp_path / "model", [], Path.rename
+    zoo.save(model, folder)
+    (folder / "notes.txt").write_text("of the old one")
+    before = contents(folder)
+
+    def rename(self: Path, target: Any) -> Any:
+        if self == folder or self.name.startswith(".model."):
+            calls.append(self)
+            if len(calls) == failing:
+                raise OSError(28, "No space left on device")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="No space left"):
+        zoo.save(model, folder, overwrite=True)
+    assert contents(folder) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_failed_check_changes_nothing(model: Model, tmp_path: Path) -> None:
+    zoo.save(model, tmp_path / "model")
+    before = contents(tmp_path / "model")
+
+    def check(folder: Path) -> None:
+        assert (folder / "config.json").is_file()
+        raise ValueError("not equal")
+
+    with pytest.raises(ValueError, match="not equal"):
+        zoo.save(model, tmp_path / "model", overwrite=True, check=check)
+    assert contents(tmp_path / "model") == before
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_an_unknown_format_is_refused_whatever_the_model(model: Model, tmp_path: Path, dense: bool) -> None:
+    if not dense:
+        from zoo.quantize import quantize
+
+        model = zoo.build(model.spec)
+        quantize(model, "rtn", group_size=8, progress=False)
+        assert model.spec.layers[0].mlp.down == load(Linear, {"name": "packed_int", "group_size": 8})  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"no format named 'compressed_tensor'; did you mean 'compressed_tensors'"):
+        zoo.save(model, tmp_path / "model", format="compressed_tensor")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_lost_in_silence(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    model = zoo.load(tmp_path / "model")
+    with pytest.warns(UserWarning, match=r"written without a tokenizer: .*tokenizer\.json is not JSON"):
+        zoo.save(model, tmp_path / "again")
+    assert torch.equal(zoo.load(tmp_path / "again").embed.weight, model.embed.weight)
+    for path in (tmp_path / "model").glob("*token*"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "again")
+    zoo.save(zoo.load(tmp_path / "model"), tmp_path / "again")  # a checkpoint without one stays one
+    assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "llama"

@@ -1,0 +1,142 @@
+"""Checkpoints whose quantized weights are read as plain ones: what some families are published in, for models that compute in floats.
+
+Each method here turns the tensors on disk into those that an unquantized checkpoint of the family holds, exactly, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.checkpoint import Checkpoint, CheckpointError
+from zoo.components.spec import TensorInfo
+
+Infos = Mapping[str, TensorInfo]
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
+E8M0 = torch.tensor([2.0 ** (code - 127) for code in range(255)] + [float("nan")], device="cpu")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight that is stored in several tensors: their names, what it is once read, and how it is read."""
+
+    parts: tuple[str, ...]
+    info: TensorInfo
+    decode: Callable[..., Tensor]
+
+
+class Dequantized(Checkpoint):
+    """``inner`` with plain weights in place of packed ones, and a config without ``quantization_config``."""
+
+    def __init__(self, inner: Checkpoint, packed: Mapping[str, Packed]):
+        self.inner, self.reference, self._packed = inner, inner.reference, packed
+        self.config = {k: v for k, v in inner.config.items() if k != "quantization_config"}
+        self.dtype = inner.dtype if inner.dtype.itemsize > 1 else torch.bfloat16
+
+    def tensors(self) -> Infos:
+        used = {name for p in self._packed.values() for name in p.parts}
+        kept = {n: t for n, t in self.inner.tensors().items() if n not in used}
+        return kept | {n: p.info for n, p in self._packed.items()}
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._packed:
+            return self.inner.read(name)
+        packed = self._packed[name]
+        return packed.decode(*map(self.inner.read, packed.parts))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inner.tokenizer
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        return self.inner.generation
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        return self.inner.preprocessing
+
+    @property
+    def files(self) -> list[Path]:
+        return self.inner.files
+
+
+def dequantized(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as it would be without its quantization where that is one of METHODS, else the checkpoint itself.
+
+    Raises CheckpointError for a tensor whose scales are missing or do not fit it.
+    """
+    config = checkpoint.config.get("quantization_config")
+    if not isinstance(config, Mapping) or str(config.get("quant_method")) not in METHODS:
+        return checkpoint
+    try:
+        return Dequantized(checkpoint, METHODS[config["quant_method"]](config, checkpoint.tensors()))
+    except ValueError as e:
+        raise CheckpointError(f"{checkpoint.reference}: {e}") from None
+
+
+# ---- mxfp4 (gpt-oss) -----------------------------------------------------------------------------------------------------------
+
+
+def mxfp4(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
+    """``NAME_blocks`` uint8 [E, rows, blocks, 16] and ``NAME_scales`` uint8 [E, rows, blocks] are NAME [E, 32 blocks, rows].
+
+    OCP Microscaling Formats 1.0 (2023), section 5.1: 32 numbers E2M1, the even ones in the low halves of the bytes, share one E8M0.
+    """
+    found = {}
+    for blocks in (n for n in tensors if n.endswith("_blocks")):
+        name = blocks.removesuffix("_blocks")
+        shape, scales = tensors[blocks].shape, f"{name}_scales"
+        if len(shape) != 4 or shape[-1] != 16 or tensors[blocks].dtype != "uint8":
+            raise ValueError(f"{blocks} must be uint8 [experts, rows, blocks, 16], it is {tensors[blocks].dtype} {list(shape)}")
+        if scales not in tensors or tensors[scales].shape != shape[:-1]:
+            raise ValueError(f"{scales} must be there, {list(shape[:-1])}, for {blocks}; download the files again")
+        found[name] = Packed((blocks, scales), TensorInfo((shape[0], 32 * shape[2], shape[1]), "bfloat16"), from_mxfp4)
+    return found
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16, which holds every such number; expert by expert, since the codes as indices take several times their room."""
+    experts, rows, count, _ = blocks.shape
+    out = torch.empty(experts, rows, count * 32, dtype=torch.bfloat16)
+    for expert in range(experts):
+        codes = torch.stack([blocks[expert] & 15, blocks[expert] >> 4], -1).flatten(-2)
+        out[expert] = (E2M1[codes.int()] * E8M0[scales[expert].int()][..., None]).flatten(-2)
+    return out.transpose(1, 2)
+
+
+# ---- fp8 in blocks (DeepSeek-V3) -----------------------------------------------------------------------------------------------
+
+
+def fp8(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
+    """``NAME`` float8 [..., rows, columns] times ``NAME_scale_inv``: one number for each block of ``weight_block_size``, or one for all.
+
+    DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Blocks at the edges may be cut.
+    """
+    size = config.get("weight_block_size")
+    if size is not None and not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise ValueError(f"quantization_config.weight_block_size must be [rows, columns] or null, it is {size!r:.60}")
+    found = {}
+    for name in (n for n, t in tensors.items() if (t.dtype or "").startswith("float8")):
+        scales, shape = f"{name}_scale_inv", tensors[name].shape
+        grid = () if size is None else (*shape[:-2], *(-(-n // block) for n, block in zip(shape[-2:], size, strict=True)))
+        if scales not in tensors or tensors[scales].shape not in ((grid,) if size else ((), (1,))):
+            raise ValueError(f"{scales} must be there, {list(grid)}, for {name} {list(shape)}; download the files again")
+        found[name] = Packed((name, scales), TensorInfo(shape, "float32"), lambda weight, scale: from_fp8(weight, scale, size))
+    return found
+
+
+def from_fp8(weight: Tensor, scale: Tensor, size: Sequence[int] | None) -> Tensor:
+    """float32, in which the products are rounded once."""
+    if size is not None:
+        scale = scale.repeat_interleave(size[0], -2)[..., : weight.shape[-2], :]
+        scale = scale.repeat_interleave(size[1], -1)[..., : weight.shape[-1]]
+    return weight.float() * scale.float()
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any], Infos], dict[str, Packed]]] = {"mxfp4": mxfp4, "fp8": fp8}
