@@ -14,6 +14,14 @@ from zoo.eval.results import Results, Variant, load_results
 from zoo.eval.summary import NOT_MEASURED, summarize
 
 TEMPLATES = Path(__file__).parent / "templates"
+AUTO = {  # transformers' class that loads an architecture, by how its name ends
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+VLLM_BITS = {4, 8}  # of pack-quantized weights that vLLM has kernels for
 SHOWN = ("results.json", "report.html", "pareto.png")  # what a run of a recipe leaves beside the models
 
 
@@ -60,7 +68,7 @@ def write_card(folder: Path, name: str, run: Run | None = None, base: str | None
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = base or (str(run.results.recipe.get("model")) if run else None)
+    model = base or (source_of(run) if run else None)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
     )
@@ -68,10 +76,11 @@ def write_card(folder: Path, name: str, run: Run | None = None, base: str | None
         name=name,
         header=header(config, model),
         base=model,
-        loaders=loaders(config),
+        auto=auto_class(config),
+        vllm=vllm_loads(config),
         quantization=config.get("quantization_config"),
         run=run,
-        recipe=json.dumps(run.results.recipe, indent=2) if run else None,
+        recipe=json.dumps(without_paths(run.results.recipe), indent=2) if run else None,
         table=table(run.results, run.label) if run else None,
     )
 
@@ -82,14 +91,44 @@ def header(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"tags": tags}
     if base and is_hub_id(base):
         found["base_model"] = base.partition("@")[0]
-    if "transformers" in loaders(config):
+    if auto_class(config):
         found["library_name"] = "transformers"
     return found
 
 
-def loaders(config: Mapping[str, Any]) -> list[str]:
-    """What loads a checkpoint of this config.json: one whose spec is in it, zoo alone."""
-    return ["zoo"] if "zoo_spec" in config else ["zoo", "transformers", "vllm"]
+def without_paths(data: Any) -> Any:
+    """The same data with the last part of each absolute path in its place: a card is for other machines."""
+    if isinstance(data, Mapping):
+        return {k: without_paths(v) for k, v in data.items()}
+    if isinstance(data, list):
+        return [without_paths(v) for v in data]
+    return Path(data).name if isinstance(data, str) and Path(data).is_absolute() else data
+
+
+def source_of(run: Run) -> str | None:
+    """The hub's name of the model that the published variant was made of; None where that was no model of the hub."""
+    index = [v.name for v in run.results.variants].index(run.label)
+    variants = run.results.recipe.get("variants") or []
+    own = variants[index].get("model") if index < len(variants) else None
+    model = own or run.results.recipe.get("model")
+    return model if isinstance(model, str) and is_hub_id(model) else None
+
+
+def auto_class(config: Mapping[str, Any]) -> str | None:
+    """transformers' class for a checkpoint; None where its spec is in config.json, which zoo alone reads."""
+    if "zoo_spec" in config:
+        return None
+    named = str((config.get("architectures") or [""])[0])
+    return next((auto for end, auto in AUTO.items() if named.endswith(end)), "AutoModel")
+
+
+def vllm_loads(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM serves a checkpoint: a causal language model, unquantized or with packed integers of a width that it has kernels for."""
+    if auto_class(config) != "AutoModelForCausalLM":
+        return False
+    quantization = config.get("quantization_config")
+    groups = (quantization or {}).get("config_groups", {}).values()
+    return quantization is None or (bool(groups) and {g["weights"]["num_bits"] for g in groups} <= VLLM_BITS)
 
 
 def table(results: Results, label: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import os
 import platform
 import subprocess
@@ -15,6 +16,8 @@ from zoo.installed import version
 
 LIBRARIES = ("torch", "transformers", "lm_eval", "triton", "safetensors", "tokenizers", "numpy", "compressed-tensors", "gguf")
 CPUINFO = Path("/proc/cpuinfo")
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ("components", "zoo", "quantize", "eval", "recipes", ":(exclude)recipes/*.yaml")  # that figures depend on: no docs, no tests
 
 
 def describe_environment() -> dict[str, Any]:
@@ -33,17 +36,33 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def revision() -> str | None:
-    """The git commit of the source tree, with ``-dirty`` for uncommitted changes; None where the package is not in a checkout."""
-    root = Path(__file__).resolve().parents[1]
+def revision(root: Path = ROOT) -> str | None:
+    """The git commit of a source tree, with ``-dirty-`` and a hash of what differs from it in the packages: changed files, and new
+    ones in Python.
+
+    None where the tree is no checkout, or git does not tell.
+    """
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = _git(root, "describe", "--always", "--abbrev=12", "--exclude=*")
+    changes = _git(root, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--", *SOURCE)
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *SOURCE)
+    if commit is None or changes is None or new is None:
+        return None
+    # A new part is found by its file alone, so files that git does not know count too.
+    files = {name: root / os.fsdecode(name) for name in new.split(b"\0") if name.endswith(b".py")}
+    parts = [changes, *(name + b"\0" + file.read_bytes() for name, file in files.items() if file.is_file())]
+    dirty = f"-dirty-{hashlib.sha256(b''.join(parts)).hexdigest()[:12]}" if any(parts) else ""
+    return commit.decode().strip() + dirty
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    """What git prints, None where it is absent, refuses or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _cpu() -> str:

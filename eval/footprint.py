@@ -123,6 +123,7 @@ def peak_memory(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     """
     device = torch.device(device)
     if device.type == "cuda":
+        torch.cuda.init()  # before that its allocator knows no device whose record could be reset
         torch.cuda.reset_peak_memory_stats(device)
         result = PeakMemory("torch.cuda.max_memory_allocated: tensors on the GPU", torch.cuda.memory_allocated(device))
         yield result

@@ -31,10 +31,10 @@ class WorkDir:
         text = json.dumps(fingerprint, indent=2, sort_keys=True) + "\n"
         if path.exists():
             self._compare(_read_fingerprint(path), json.loads(text))
-        elif any(self.folder.iterdir()):
-            raise ValueError(f"{self.folder} holds other files; give an empty folder as work_dir")
         else:
-            scratch = path.with_suffix(".tmp")
+            scratch = path.with_suffix(".tmp")  # there already where a run was killed before it was renamed
+            if any(other != scratch for other in self.folder.iterdir()):
+                raise ValueError(f"{self.folder} holds other files; give an empty folder as work_dir")
             scratch.write_text(text)
             scratch.replace(path)
 

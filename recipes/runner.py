@@ -2,6 +2,7 @@
 
 A process per variant makes its peak memory its own and lets the rest go on when one fails. A finished variant is a file under
 ``DIR/variants`` named by the hash of all that it depends on, so a killed run continues and a changed recipe runs only what changed.
+The folder of a variant has the name of its label alone, so it holds a record of which of them it was made for.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from zoo.recipes.recipe import Variant as VariantSpec
 from zoo.saving import check_folder
 
 WRITTEN = ("results.json", "report.html", "pareto.png")
+RECORD = ".made.json"  # hidden, so that it is not published with the model
 
 
 def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fresh: bool = False) -> Results:
     """Run every variant that is not finished and write ``results.json``, ``report.html`` and ``pareto.png`` into ``out``.
 
-    fresh: run finished variants again. The results file is written after each variant; a variant that fails has ``error`` set and the
-    others go on. KeyboardInterrupt stops at once; finished variants stay. Raises FileExistsError, before anything runs, where files
-    would be replaced that are of no earlier run.
+    fresh: make and measure every variant anew. The results file is written after each variant; a variant that fails has ``error`` set
+    and the others go on. KeyboardInterrupt stops at once; finished variants stay. Raises FileExistsError, before anything runs, where
+    files would be replaced that are of no earlier run.
     """
     from zoo.eval.report import print_table, write_report
 
@@ -42,10 +44,12 @@ def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fres
     out.mkdir(parents=True, exist_ok=True)
     done: list[Variant] = []
     for i, variant in enumerate(recipe.variants):
-        path = out / "variants" / f"{variant.label}-{key(recipe, i)}.json"
-        kept = None if fresh else _finished(path)
+        order = Order(recipe, i, out, out / "variants" / f"{variant.label}-{key(recipe, i)}.json", "measure")
+        if fresh:
+            order.forget()
+        kept = _kept(order)
         console.print(f"[{i + 1}/{len(recipe.variants)}] {variant.label}{': kept from an earlier run' if kept else ''}", highlight=False)
-        done.append(kept or _run_one(recipe, i, path, out))
+        done.append(kept or _run_one(order))
         results = Results(environment=describe_environment(), variants=done, protocol=dump(recipe.measure), recipe=dump(recipe))
         save_results(results, out / "results.json")
     written = [out / "results.json", *write_report(results, out)]
@@ -110,6 +114,12 @@ def _finished(path: Path) -> Variant | None:
     return None if variant.error else variant
 
 
+def _kept(order: Order) -> Variant | None:
+    """What an earlier run found, None where there is nothing or where the folder that was to be kept with it is another one's."""
+    intact = not order.recipe.measure.save or order.made() is not None
+    return _finished(order.result) if intact else None
+
+
 @dataclass(frozen=True)
 class Order:
     """What a worker is told. step: ``make`` or ``measure``. result: where the variant's figures go."""
@@ -148,9 +158,30 @@ class Order:
         return self.out / "work" / self.result.stem
 
     @property
-    def made(self) -> Path:
-        """What ``make`` leaves for ``measure``; it is there once the folder is complete."""
-        return self.result.with_suffix(".made.json")
+    def record(self) -> Path:
+        """What ``make`` leaves for ``measure``. It lies in the folder, so whatever replaces the folder takes it away."""
+        return self.folder / RECORD
+
+    def made(self) -> dict[str, Any] | None:
+        """The record, None where the folder is not complete or was made for another variant."""
+        if not self.record.is_file():
+            return None
+        try:
+            found = json.loads(self.record.read_text(encoding="utf-8"))
+        except ValueError:  # damaged, so the folder is made again
+            return None
+        return found if found["made_for"] == self.result.stem else None
+
+    def leave(self, found: dict[str, Any]) -> None:
+        """Record that the folder is complete, with what ``made`` is to give back."""
+        write_atomic(self.record, json.dumps(found | {"made_for": self.result.stem}).encode())
+
+    def forget(self) -> None:
+        """Remove all by which an earlier run would be taken up."""
+        self.result.unlink(missing_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+        if self.needed:
+            self.record.unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
         data = {"recipe": dump(self.recipe), "index": self.index, "out": str(self.out), "result": str(self.result), "step": self.step}
@@ -162,23 +193,21 @@ class Order:
         return cls(load(Recipe, data["recipe"]), data["index"], Path(data["out"]), Path(data["result"]), data["step"])
 
 
-def _run_one(recipe: Recipe, index: int, path: Path, out: Path) -> Variant:
+def _run_one(order: Order) -> Variant:
     """Run one variant in child processes, which share the terminal, and read what they wrote."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a run that failed, or that is to be run again
-    began, variant, code = time.perf_counter(), recipe.variants[index], 0
-    order = Order(recipe, index, out, path, "measure")
-    if order.needed and not order.made.exists():
+    order.result.parent.mkdir(parents=True, exist_ok=True)
+    order.result.unlink(missing_ok=True)  # of a run that failed, or whose folder is gone
+    began, code = time.perf_counter(), 0
+    if order.needed and order.made() is None:
         code = _work(replace(order, step="make"))
     code = code or _work(order)
-    found = _finished(path)
+    found = _finished(order.result)
     if found:
-        order.made.unlink(missing_ok=True)
-        if order.needed and not recipe.measure.save:
+        if order.needed and not order.recipe.measure.save:
             shutil.rmtree(order.folder, ignore_errors=True)
         return found
-    why = _error(path) or f"the process ended with status {code}; see the messages above"
-    return Variant(name=variant.label, error=why, seconds={"total": time.perf_counter() - began})
+    why = _error(order.result) or f"the process ended with status {code}; see the messages above"
+    return Variant(name=order.variant.label, error=why, seconds={"total": time.perf_counter() - began})
 
 
 def _work(order: Order) -> int:

@@ -11,27 +11,31 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zoo import conversion
+from zoo.components.mlp.moe import MoE
 from zoo.components.spec import dump
 from zoo.components.spec import load as load_spec
 from zoo.declare import spec as read_spec
 from zoo.eval import disk_bytes, evaluate, memory, peak_memory, perplexity, speed
 from zoo.eval.environment import describe_environment
 from zoo.eval.images import image_accuracy, joined
-from zoo.eval.results import Results, Variant, save_results, variant, write_atomic
+from zoo.eval.results import Results, Variant, save_results, variant
 from zoo.loading import load
 from zoo.model import Model, ModelSpec
 from zoo.quantize import quantize, verify
 from zoo.quantize.calibration import windows
+from zoo.quantize.contracts import Quantizer
+from zoo.quantize.rules import plan
 from zoo.recipes.recipe import Measure
 from zoo.recipes.runner import Order
 from zoo.saving import save
+from zoo.weights import linear_names
 
 
 @dataclass
@@ -65,22 +69,29 @@ def make(order: Order) -> None:
         rows += [row._asdict() for row in converted.kinds()]
     if wanted.quantizer is not None:
         with clock.stage("quantize"):
-            report = quantize(model, wanted.quantizer, rules=wanted.rules, work_dir=order.work,
-                              **(data if wanted.quantizer.calibrated else {}))  # fmt: skip
+            seen = data if calibrated(model, wanted.quantizer, wanted.rules) else {}
+            report = quantize(model, wanted.quantizer, rules=wanted.rules, work_dir=order.work, **seen)
         rows += [dataclasses.asdict(row) for row in report.rows]
     with clock.stage("save and read back"):
         save(model, order.folder, overwrite=True, check=lambda folder: verify(model, folder))
-    made = {"modules": rows, "seconds": clock.seconds, "spec": dump(model.spec)}
-    write_atomic(order.made, json.dumps(made).encode())
+    order.leave({"modules": rows, "seconds": clock.seconds, "spec": dump(model.spec), "disk_bytes": disk_bytes(order.folder)})
     shutil.rmtree(order.work, ignore_errors=True)
 
 
+def calibrated(model: Model, method: Quantizer, rules: Sequence[str]) -> bool:
+    """Whether the quantizer of any module needs data: the method itself, or one that a rule names."""
+    names = linear_names(model.source.table) if model.source else {}
+    return any(chosen.calibrated for chosen in plan(model.spec, method, rules, names).values())
+
+
 def measure(order: Order) -> Variant:
-    """Everything that the recipe asks of the variant."""
+    """Everything that the recipe asks of the variant. Raises RuntimeError where its folder was made for another one meanwhile."""
     recipe, clock = order.recipe, Clock(order.variant.label)
-    made = json.loads(order.made.read_text()) if order.made.exists() else {"modules": [], "seconds": {}}
+    made = order.made() if order.needed else None
+    if order.needed and made is None:
+        raise RuntimeError(f"{order.folder} is not this variant's any more; is another run writing to {order.out}? Start this one again")
     with clock.stage("load"):
-        if "spec" in made:
+        if made:
             model = load(order.folder, device=recipe.device, override=running(load_spec(ModelSpec, made["spec"])))
         else:
             model = load(order.reference, dtype=order.dtype, device=recipe.device, override=order.variant.override)
@@ -88,18 +99,21 @@ def measure(order: Order) -> Variant:
     baseline = read_spec(first.model or recipe.model, *first.override) if order.index else None
     found = figures(model, recipe.measure, clock)
     speeds = found.pop("speeds", [])
-    size = disk_bytes(order.folder) if "spec" in made and recipe.measure.save else None
-    done = variant(order.variant.label, spec=model.spec, baseline=baseline, modules=made["modules"], disk_bytes=size,
-                   seconds=made["seconds"] | clock.seconds, speed=speeds[0] if speeds else None, **found)  # fmt: skip
+    of_making = made or {"modules": [], "seconds": {}, "disk_bytes": None}
+    done = variant(order.variant.label, spec=model.spec, baseline=baseline, modules=of_making["modules"],
+                   disk_bytes=of_making["disk_bytes"] if recipe.measure.save else None,
+                   seconds=of_making["seconds"] | clock.seconds, speed=speeds[0] if speeds else None, **found)  # fmt: skip
     if speeds[1:]:
         done.measured["speed of other batch sizes"] = {str(s.batch_size): dataclasses.asdict(s) for s in speeds[1:]}
     return done
 
 
 def running(spec: ModelSpec) -> list[str]:
-    """The edits that give a saved model its kernels and cache again: how a model is run is not stored with it."""
+    """The edits that give a saved model its kernels, dispatches and cache again: how a model is run is not stored with it."""
     kernels = [f"layers.{i}.mixer.kernel={json.dumps(dump(layer.mixer.kernel))}" for i, layer in enumerate(spec.layers)]
-    return [*kernels, f"cache={json.dumps(dump(spec.cache))}"]
+    mixtures = [(i, layer.mlp) for i, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoE)]
+    dispatches = [f"layers.{i}.mlp.dispatch={json.dumps(dump(mlp.dispatch))}" for i, mlp in mixtures]
+    return [*kernels, *dispatches, f"cache={json.dumps(dump(spec.cache))}"]
 
 
 def figures(model: Model, wanted: Measure, clock: Clock) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from zoo.components.spec import TensorInfo
 
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 MAPPED = 16 << 20  # bytes read through one mapping of a file before it is mapped anew, which returns the pages
+LARGEST_JSON = 256 << 20  # bytes; the largest tokenizers and indices have a tenth
+LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes, on the file systems of Linux
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
           "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # fmt: skip
 
@@ -77,6 +81,7 @@ class Checkpoint(ABC):
 def open_checkpoint(reference: str | Path) -> Checkpoint:
     """Find and open a checkpoint. Raises CheckpointError that names the reference and what would be accepted."""
     text = str(reference)
+    check_length(Path(text))
     path = package_file(text) if text.startswith("package:") else Path(text).expanduser()
     if "#" in text and not path.exists():
         from zoo.towers import Tower
@@ -99,6 +104,7 @@ def open_checkpoint(reference: str | Path) -> Checkpoint:
 def read_config(reference: str | Path) -> dict[str, Any]:
     """A checkpoint's config alone; of a model on the hub nothing else is downloaded."""
     text = str(reference)
+    check_length(Path(text))
     whole, hash, tower = text.rpartition("#")
     if hash and not Path(text).exists():
         from zoo.towers import tower_config
@@ -108,7 +114,19 @@ def read_config(reference: str | Path) -> dict[str, Any]:
         from zoo.hub import download
 
         return read_json(download(text, ["config.json"]) / "config.json", text)
+    if Path(text).is_dir():
+        return read_json(Path(text) / "config.json", text)
     return open_checkpoint(reference).config
+
+
+def check_length(path: Path, place: str = "") -> None:
+    """Raise CheckpointError, with the place where it is written, for a path that no file system takes."""
+    length = len(os.fsencode(path))
+    if length >= LONGEST_PATH or any(len(os.fsencode(step)) > LONGEST_NAME for step in path.parts) or "\0" in str(path):
+        raise CheckpointError(
+            f"{place}{str(path)[-60:]!r} cannot be a path: it has {length:,} bytes, of at most {LONGEST_PATH - 1:,}, and may have no name "
+            f"of more than {LONGEST_NAME} and no zero byte"
+        )
 
 
 def is_hub_id(text: str) -> bool:
@@ -150,6 +168,8 @@ def read_json(path: Path, reference: str) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError where it is absent or is not one."""
     if not path.is_file():
         raise CheckpointError(f"{reference}: no {path.name} in the folder; a checkpoint has config.json beside its .safetensors files")
+    if path.stat().st_size > LARGEST_JSON:
+        raise CheckpointError(f"{reference}: {path.name} has {path.stat().st_size:,} bytes, which no settings have; download it again")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
@@ -184,6 +204,9 @@ class SafetensorsFolder(Checkpoint):
         self._open: tuple[Path, Any, int] | None = None
         self.dtype = self._dtype()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": None}  # an open file is opened anew by whoever needs it
+
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
@@ -216,13 +239,13 @@ class SafetensorsFolder(Checkpoint):
     def _dtype(self) -> torch.dtype:
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if named not in (None, "auto"):
-            kind = getattr(torch, str(named).removeprefix("torch."), None)
-            if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+            word = str(named).removeprefix("torch.")
+            if word not in FLOATS:
                 raise CheckpointError(
-                    f"{self.reference}: config.json: dtype {named!r:.60} is no kind of floating-point number; write float32, bfloat16, "
-                    "float16 or float64, or leave the field out to take that of the weights"
+                    f"{self.reference}: config.json: dtype {named!r:.60} is no kind of floating-point number; "
+                    f"write {', '.join(FLOATS)}, or leave the field out to take that of the weights"
                 )
-            return kind
+            return getattr(torch, word)
         floats = [getattr(torch, i.dtype or "") for i in self._infos.values() if (i.dtype or "").startswith(("float", "bfloat"))]
         return max(set(floats), key=floats.count) if floats else torch.float32
 
@@ -261,6 +284,8 @@ class SafetensorsFolder(Checkpoint):
         odd = [f for f in files if Path(f).name != f or f in (".", "..")]
         if odd:
             raise CheckpointError(f"{self.reference}: {index.name} points outside the folder: {', '.join(odd)}")
+        for name in files:
+            check_length(self.folder / name, f"{self.reference}: {index.name}: ")
         missing = [f for f in files if not (self.folder / f).is_file()]
         if missing:
             raise CheckpointError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.images import open_image, preprocessing_of
+from zoo.images import named, prepared, preprocessing_of
 from zoo.model import Model
 
 BATCH = 16
+NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def classify(model: Model, images: Sequence[str | Path], *, top: int = 5, batch_
     if min(top, batch_size) < 1:
         raise ValueError(f"top and batch_size must be at least 1, got {top} and {batch_size}")
     prepare, names = preprocessing_of(model), label_names(model)
-    pixels = [prepare(open_image(path)) for path in images]
+    pixels = [prepared(prepare, path) for path in images]
     if model.source is not None and any(p.is_meta for p in model.parameters()):
         model.source.fill(model)
     if not pixels:
@@ -65,7 +67,10 @@ def label_names(model: Model) -> list[str]:
     count = getattr(model.spec.head, "labels", None)
     if count is None:
         raise ValueError(f"the model has no classifier: its head is {model.spec.head.name}, which gives no labels")
-    given = {int(number): str(label) for number, label in (model.config.get("id2label") or {}).items()}
+    labels = model.config.get("id2label") or {}
+    if not isinstance(labels, Mapping) or not all(NUMBER.fullmatch(str(number)) for number in labels):
+        raise ValueError(f"{named(model)}: config.json's id2label must be an object of numbers and names, it is {labels!r:.60}; correct it")
+    given = {int(number): str(label) for number, label in labels.items()}
     if given and sorted(given) != list(range(count)):
         raise ValueError(f"config.json names {len(given)} labels in id2label, the classifier has {count} outputs")
     return [given.get(i, str(i)) for i in range(count)]

@@ -85,7 +85,7 @@ def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bflo
     console().print(table)
     console().print(f"{total.bits_per_parameter:.2f} bits per parameter, embeddings included; "
                     f"cache {total.cache_bytes_per_token:,} bytes per token, "
-                    f"{total.cache_bytes_per_token * total.context:,} for a context of {total.context:,}")  # fmt: skip
+                    f"{total.cache_bytes:,} for a context of {total.context:,}")  # fmt: skip
     console().print(costs)
 
 

@@ -353,5 +353,6 @@ def second_moments(model: Model, ids: Tensor, layers: Sequence[str]) -> dict[str
 
 
 def relative(new: Tensor, old: Tensor) -> float:
-    """Frobenius distance over the norm of ``old``."""
-    return float((new - old).norm() / old.norm())
+    """Frobenius distance over the norm of ``old``; 0 where nothing differs, as between biases that are all 0."""
+    distance = (new - old).norm()
+    return float(distance / old.norm()) if distance else 0.0

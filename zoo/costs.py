@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,7 @@ class ComponentCost:
     """One line of the costs of a call of one row; equal layers share a line.
 
     flops: see ``Spec.flops``. bytes_read: weights, once each, and what the cache
-    holds of earlier tokens. bytes_kept: what the new tokens leave there.
+    holds of earlier tokens. bytes_kept: what the new tokens add to that; nothing where as many are forgotten.
     """
 
     path: str
@@ -79,13 +79,15 @@ def costs(spec: ModelSpec, call: Call, dtype: torch.dtype = torch.bfloat16) -> C
 
 
 def _components(spec: ModelSpec, call: Call, element_bytes: int) -> Iterator[ComponentCost]:
-    shown: dict[LayerSpec, Call] = {}
+    seen: dict[LayerSpec, Call] = {}
     for place in places(spec):
-        if place.layer and place.layer not in shown:
-            shown[place.layer] = replace(call, shown=place.layer.mixer.pattern.pairs(call))
-        yield _component(place, shown[place.layer] if place.layer else call, element_bytes)
-    read = sum(_cache_read(spec.cache, slots, call, element_bytes) for slots in spec.slots())
-    yield ComponentCost("cache", words(spec.cache), 0, read, call.new * spec.cache_bytes_per_token(element_bytes))
+        if place.layer and place.layer not in seen:
+            seen[place.layer] = spec.cache.seen(call, place.layer.mixer.pattern, place.layer.mixer.slots())
+        yield _component(place, seen[place.layer] if place.layer else call, element_bytes)
+    slots, past = spec.slots(), int(call.past)
+    read = sum(_cache_read(spec.cache, layer, past, element_bytes) for layer in slots)
+    before, after = (spec.cache.total_bytes(slots, tokens, element_bytes) for tokens in (past, past + int(call.new)))
+    yield ComponentCost("cache", words(spec.cache), 0, read, after - before)
 
 
 def _component(place: Place, call: Call, element_bytes: int) -> ComponentCost:
@@ -93,9 +95,9 @@ def _component(place: Place, call: Call, element_bytes: int) -> ComponentCost:
     return ComponentCost(place.path, words(spec), copies * spec.flops(call, *at), copies * spec.bytes_read(call, element_bytes, *at))
 
 
-def _cache_read(policy: CachePolicy, slots: Mapping[str, Slot], call: Call, element_bytes: int) -> float:
-    """One layer's: the earlier tokens that some new token may see, a window's or all, and the states, whole."""
+def _cache_read(policy: CachePolicy, slots: Mapping[str, Slot], past: int, element_bytes: int) -> float:
+    """One layer's: the earlier tokens that are kept and that some new token may see, a window's or all, and the states, whole."""
     windows = [s.window for s in slots.values() if s.window]
-    earlier = min([call.past, *(w - 1 for w in windows)])
-    states = sum(s.bytes(element_bytes) for s in slots.values() if s.kind == "state") if call.past else 0
+    earlier = min([policy.kept(past, slots), *(w - 1 for w in windows)])
+    states = sum(s.bytes(element_bytes) for s in slots.values() if s.kind == "state") if past else 0
     return policy.bytes_per_token(slots, element_bytes) * earlier + states

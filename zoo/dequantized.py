@@ -134,8 +134,9 @@ def fp8(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
 def from_fp8(weight: Tensor, scale: Tensor, size: Sequence[int] | None) -> Tensor:
     """float32, in which the products are rounded once."""
     if size is not None:
-        scale = scale.repeat_interleave(size[0], -2)[..., : weight.shape[-2], :]
-        scale = scale.repeat_interleave(size[1], -1)[..., : weight.shape[-1]]
+        rows, columns = (min(block, n) for block, n in zip(size, weight.shape[-2:], strict=True))  # a block ends where the weight does
+        scale = scale.repeat_interleave(rows, -2)[..., : weight.shape[-2], :]
+        scale = scale.repeat_interleave(columns, -1)[..., : weight.shape[-1]]
     return weight.float() * scale.float()
 
 

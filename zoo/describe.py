@@ -26,12 +26,13 @@ class Component:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a spec for one dtype of weights and cache."""
+    """Totals of a spec for one dtype of weights and cache. cache_bytes: of the tokens that a row of ``context`` tokens leaves."""
 
     components: list[Component]
     parameters: int
     bytes: int
     cache_bytes_per_token: int
+    cache_bytes: int
     context: int
 
     @property
@@ -47,6 +48,7 @@ def summarize(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Summary:
         parameters=sum(r.parameters for r in rows),
         bytes=sum(r.bytes for r in rows),
         cache_bytes_per_token=spec.cache_bytes_per_token(dtype.itemsize),
+        cache_bytes=spec.cache.total_bytes(spec.slots(), spec.context, dtype.itemsize),
         context=spec.context,
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from zoo.components.head.attention_pooling import AttentionPooling
 from zoo.components.head.pooling import Pooling
 from zoo.model import Model
+from zoo.saving import family_of
 
 
 @torch.no_grad()
@@ -18,9 +19,11 @@ def embed(model: Model, texts: str | Sequence[str], *, length: int | None = None
 
     The model's head pools, as in ``zoo.load(reference, override=["head={name: pooling, normalize: true}"])``: then the vectors are
     those of Sentence-BERT (Reimers & Gurevych 2019, arXiv:1908.10084), the mean of the last hidden states at length 1. length: tokens
-    that longer texts are cut to; None is the model's context. batch: texts that are computed at once, those of like length together.
+    that longer texts are cut to; None is the model's context. Families whose texts are ``filled`` (SigLIP) get rows of the whole
+    context, with the tokenizer's padding id after the text. batch: texts that are computed at once, those of like length together.
 
-    Raises ValueError for a head that does not pool, a model without a tokenizer, texts without tokens and numbers out of range.
+    Raises ValueError for a head that does not pool, a model without a tokenizer or padding token, texts without tokens and numbers
+    out of range.
     """
     if not isinstance(model.spec.head, (Pooling, AttentionPooling)):
         raise ValueError(
@@ -35,9 +38,20 @@ def embed(model: Model, texts: str | Sequence[str], *, length: int | None = None
     rows = [model.tokenizer(text, truncation=True, max_length=most)["input_ids"] for text in texts]
     if not rows or not all(rows):
         raise ValueError("texts is empty" if not rows else f"texts[{rows.index([])}] has no tokens, so there is no vector of it")
+    if family_of(model.spec).filled:
+        rows = [row + [padding(model)] * (model.spec.context - len(row)) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     parts = [_vectors(model, [rows[i] for i in order[at : at + batch]]) for at in range(0, len(order), batch)]
     return torch.cat(parts)[torch.tensor(order).argsort()]
+
+
+def padding(model: Model) -> int:
+    """The id of the tokenizer's padding token. Raises ValueError where it has none."""
+    pad = model.tokenizer.pad_token_id
+    if pad is None:
+        raise ValueError(f"texts for {model.spec.checkpoint} are filled with the padding token, of which the tokenizer has none; "
+                         "set tokenizer.pad_token")  # fmt: skip
+    return pad
 
 
 def _vectors(model: Model, rows: list[list[int]]) -> Tensor:

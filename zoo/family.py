@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from zoo.components import registry
-from zoo.components.contracts import CachePolicy, Kernel, Linear
+from zoo.components.contracts import CachePolicy, Experts, Kernel, Linear
 from zoo.components.spec import Spec, compact, diff, load, transform
 from zoo.model import ModelSpec
 from zoo.weights import Rule
@@ -25,7 +25,8 @@ class Family(Spec):
 
     architecture: what config.json calls the class that loads it. ignored: pattern of tensors that are in files but are no weights.
     spelling: this family's words for config fields, by the usual word. towers: of a checkpoint that holds several models, for each of
-    their names the config fields that say how it is read alone (see zoo.towers).
+    their names the config fields that say how it is read alone (see zoo.towers). filled: whether rows of texts are filled with the
+    padding id to the whole context, all of which tokens see.
     """
 
     family: ClassVar[str] = "family"
@@ -33,6 +34,7 @@ class Family(Spec):
     ignored: ClassVar[str] = r"(?!)"
     spelling: ClassVar[Mapping[str, str]] = {}
     towers: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    filled: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -91,7 +93,7 @@ def expect(part: Spec, kind: type[P]) -> P:
 
 
 def architecture(spec: ModelSpec) -> ModelSpec:
-    """The spec without what changes nothing in its function: storages, softmax kernels and lossless caches are the defaults."""
+    """The spec without what changes nothing in its function: storages, exact kernels, dispatches and caches are the defaults."""
     plain = transform(spec, _plain)
     return dataclasses.replace(plain, cache=load(CachePolicy, "dense")) if spec.cache.transparent else plain
 
@@ -99,6 +101,8 @@ def architecture(spec: ModelSpec) -> ModelSpec:
 def _plain(spec: Spec) -> Spec:
     if isinstance(spec, Linear):
         return load(Linear, "dense")
+    if isinstance(spec, Experts) and spec.exact:
+        return load(Experts, "grouped")
     return load(Kernel, "sdpa") if isinstance(spec, Kernel) and spec.softmax else spec
 
 

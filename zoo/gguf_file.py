@@ -151,8 +151,8 @@ class GGUFCheckpoint(Checkpoint):
             self._name = self._names()
         except CheckpointError:
             raise
-        except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
-            raise CheckpointError(f"{reference}: the metadata holds values that no model can have: {e}") from None
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, NotImplementedError) as e:
+            raise CheckpointError(f"{reference}: the metadata holds values that no model can have: {type(e).__name__}: {e}") from None
         self.dtype = torch.float32
 
     def tensors(self) -> Mapping[str, TensorInfo]:

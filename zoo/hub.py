@@ -6,9 +6,11 @@ The token comes from the environment (``HF_TOKEN``) or the hub library's own sto
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".bin", ".bin.index.json")  # what a loader would find and read
 KEPT = (".gitattributes",)  # files of the hub itself, which are no content
 CHUNK = 1 << 20
+PATIENCE = 30.0  # seconds for an answer about a repository
 
 
 class HubError(CheckpointError):
@@ -37,7 +40,7 @@ class Pulled:
     fetched: list[str]
 
 
-def download(reference: str, files: list[str] = FILES) -> Path:
+def download(reference: str, files: Sequence[str] | None = None) -> Path:
     """``org/name`` or ``org/name@revision`` -> the local folder; uses the files that are there already when the hub is out of reach.
 
     files: glob patterns of what is wanted. Raises HubError with the hub's reason.
@@ -45,36 +48,63 @@ def download(reference: str, files: list[str] = FILES) -> Path:
     return pull(reference, files=files).folder
 
 
-def pull(reference: str, to: Path | None = None, *, files: Sequence[str] = FILES) -> Pulled:
+def pull(reference: str, to: Path | None = None, *, files: Sequence[str] | None = None) -> Pulled:
     """Fetch a checkpoint into the hub's cache, or into the folder ``to``; what an interrupted call fetched is not fetched again.
 
-    files: glob patterns of what is wanted. Every file that is fetched is compared with the size and the hash that the hub has on
-    record; one that differs is deleted. Raises HubError with the hub's reason, FileExistsError for a folder with other things in it.
+    files: glob patterns of what is wanted; None is configs, tokenizer and one set of safetensors (see ``chosen``). Every file that is
+    fetched is compared with the size and the hash that the hub has on record; those that differ are deleted. Raises HubError with the
+    hub's reason, FileExistsError for a folder with other things in it.
     """
     from huggingface_hub import constants, snapshot_download
 
     name, _, revision = reference.partition("@")
     _check_target(to)
-    where = {"revision": revision or None, "allow_patterns": list(files), "local_dir": to}
     with _hub_errors(reference):
-        missing = [] if constants.HF_HUB_OFFLINE else _missing(name, where)
+        about = None if constants.HF_HUB_OFFLINE else _about(name, revision or None)
+        if to is not None and about is not None:  # the cache has a folder for each commit, another folder has not
+            revision = str(about.sha)
+        wanted = files or (chosen([s.rfilename for s in about.siblings or []]) if about else FILES)
+        where = {"revision": revision or None, "allow_patterns": list(wanted), "local_dir": to}
+        planned = _planned(name, where) if about else None
         folder = Path(snapshot_download(name, **where))
-        if missing:
-            _verify(reference, folder, missing)
+        fetched: list[str] = []
+        if not constants.HF_HUB_OFFLINE:
+            fetched = _verify(reference, folder, folder.name if to is None else revision, planned)
     found = sorted(p for p in folder.rglob("*") if p.is_file() and ".cache" not in p.relative_to(folder).parts)
-    return Pulled(folder, [p.relative_to(folder).as_posix() for p in found], sum(p.stat().st_size for p in found), missing)
+    return Pulled(folder, [p.relative_to(folder).as_posix() for p in found], sum(p.stat().st_size for p in found), fetched)
 
 
-def _missing(name: str, where: dict[str, Any]) -> list[str]:
-    """The wanted files that are not here yet. None where the hub cannot say: what is here must do, or else the fetching tells why."""
+def chosen(names: Sequence[str]) -> list[str]:
+    """What of a repository's files loads a model: FILES at its top, of several sets of weights the one that transformers takes."""
+    top = [n for n in names if "/" not in n and any(fnmatch(n, pattern) for pattern in FILES)]
+    usual = [n for n in top if n == "model.safetensors" or fnmatch(n, "model-*-of-*.safetensors")]
+    kept = [n for n in top if not usual or n in usual or not n.endswith(".safetensors")]
+    return [escape(n) for n in kept]
+
+
+def _about(name: str, revision: str | None) -> Any | None:
+    """What the hub has on record of a commit; None where it does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage] (see _hub_errors)
+
+    try:
+        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=PATIENCE)
+    except HfHubHTTPError:
+        raise
+    except (HTTPError, ConnectionError):
+        return None
+
+
+def _planned(name: str, where: dict[str, Any]) -> dict[str, str] | None:
+    """The wanted files that are not here yet, with the commit that they are of; None where the hub cannot say."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
     try:
         plan = snapshot_download(name, **where, dry_run=True)
     except (DryRunError, LocalEntryNotFoundError):
-        return []
-    return [f.filename for f in plan if f.will_download]
+        return None
+    return {f.filename: f.commit_hash for f in plan if f.will_download}
 
 
 def _check_target(to: Path | None) -> None:
@@ -86,23 +116,36 @@ def _check_target(to: Path | None) -> None:
         raise FileExistsError(f"{to} is not empty and holds no earlier download; give another folder")
 
 
-def _verify(reference: str, folder: Path, names: Iterable[str]) -> None:
-    """Raise HubError, after deleting the file, where one is not what the hub has on record."""
-    from huggingface_hub import HfApi
+def _verify(reference: str, folder: Path, commit: str, planned: Mapping[str, str] | None) -> list[str]:
+    """The files that were fetched, each compared with what the hub has on record of the commit that lies in ``folder``.
 
-    name, _, revision = reference.partition("@")
-    known = {s.rfilename: s for s in HfApi().model_info(name, revision=revision or None, files_metadata=True).siblings or []}
-    for file in names:
-        path, record = folder / file, known.get(file)
-        if record is None:
-            continue
-        wanted, found = (record.lfs.sha256, _sha256(path)) if record.lfs else (record.blob_id, _git_hash(path))
-        if wanted is not None and wanted != found:
-            blob = path.resolve()
-            blob.unlink()
-            path.unlink(missing_ok=True)
-            raise HubError(f"{reference}: {file} is damaged: its hash is {found}, the hub has {wanted} on record. "
-                           "It was deleted; run again to fetch it anew")  # fmt: skip
+    Where the branch moved or the hub was silent between planning and fetching, every file counts as fetched. Raises HubError, after
+    deleting them, where files differ; those that an interrupt leaves unread are deleted too, for nobody would look at them again.
+    """
+    if planned is not None and not planned:
+        return []
+    about = _about(reference.partition("@")[0], commit)
+    if about is None:  # there was no hub all along: what lies here is from before
+        return []
+    known = {s.rfilename: s for s in about.siblings or [] if (folder / s.rfilename).is_file()}
+    sure = planned is not None and set(planned.values()) == {commit}
+    fetched = sorted(planned.keys() & known.keys()) if planned is not None and sure else sorted(known)
+    doubtful = set(fetched)
+    try:
+        doubtful -= {file for file in fetched if _intact(folder / file, known[file])}
+    finally:
+        for file in doubtful:
+            (folder / file).resolve().unlink()
+            (folder / file).unlink(missing_ok=True)
+    if doubtful:
+        raise HubError(f"{reference}: {', '.join(sorted(doubtful))} {'is' if len(doubtful) == 1 else 'are'} damaged: the hash is another "
+                       "than the hub has on record. Deleted; run again to fetch anew")  # fmt: skip
+    return fetched
+
+
+def _intact(path: Path, record: Any) -> bool:
+    wanted, found = (record.lfs.sha256, _sha256(path)) if record.lfs else (record.blob_id, _git_hash(path))
+    return wanted in (None, found)
 
 
 def _sha256(path: Path) -> str:
@@ -154,14 +197,22 @@ def push(publication: Publication, name: str, *, revision: str | None = None, pr
 
     api = HfApi()
     with _hub_errors(name):
-        api.create_repo(name, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(name, branch=revision, exist_ok=True)
-        there = api.model_info(name, revision=revision)
+        new = not api.repo_exists(name)
+        if new:
+            api.create_repo(name, private=private)
+        there = api.model_info(name, timeout=PATIENCE)
+        if private and not there.private:
+            raise HubError(f"{name} is there already and public; make it private in its settings first, or publish under another name")
+        own = revision is None or api.revision_exists(name, revision)  # a new branch begins with main's files, which stay on main
+        if revision is not None and own:
+            there = api.model_info(name, revision=revision, timeout=PATIENCE)
         old = sorted(s.rfilename for s in there.siblings or [] if s.rfilename not in KEPT)
-        if old and not overwrite:
+        if old and own and not overwrite:
             raise HubError(f"{name} holds {len(old)} files already ({', '.join(old[:8])}{', ...' if len(old) > 8 else ''}); "
                            "pass --overwrite to replace them, or publish under another name or --revision")  # fmt: skip
+        if not own:
+            api.create_branch(name, branch=str(revision))
+            there = api.model_info(name, revision=revision, timeout=PATIENCE)
         stale = [f for f in old if f.endswith(WEIGHTS) and f not in publication.files]
         add = [CommitOperationAdd(f, str(c) if isinstance(c, Path) else c) for f, c in publication.files.items()]
         remove = [CommitOperationDelete(f) for f in stale]

@@ -13,9 +13,9 @@ def pull(model: Annotated[str, typer.Argument(help="org/name, or org/name@revisi
          include: Annotated[list[str] | None, typer.Option(help="Glob of files to fetch; repeatable. By default weights in "
                                                            "safetensors, configs and tokenizer.")] = None) -> None:  # fmt: skip
     """Fetch a checkpoint from the Hugging Face hub; every fetched file is checked against the hub's hash. Goes on where it broke off."""
-    from zoo.hub import FILES, pull
+    from zoo.hub import pull
 
-    found = pull(model, to, files=include or FILES)
+    found = pull(model, to, files=include)
     typer.echo(f"{found.folder}: {len(found.files)} files, {size(found.bytes)}; {len(found.fetched)} fetched and checked")
 
 

@@ -5,6 +5,7 @@ Shapes: C channels, H height, W width of the prepared image.
 
 from __future__ import annotations
 
+import os
 import struct
 import warnings
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,10 @@ def read_preprocessing(settings: Mapping[str, Any], channels: int = 3) -> Prepro
         return default if settings.get(word) is None else settings[word]
 
     def does(step: str, default: bool = True) -> bool:
-        return bool(value(f"do_{step}", default))
+        answer = value(f"do_{step}", default)
+        if not isinstance(answer, (bool, int)):
+            raise ValueError(f"do_{step} must be true or false, it is {answer!r:.60}")
+        return bool(answer)
 
     if does("pad", False):
         raise ValueError("do_pad is not supported")
@@ -127,7 +131,7 @@ def read_preprocessing(settings: Mapping[str, Any], channels: int = 3) -> Prepro
     return Preprocessing(
         channels=channels,
         size=size_of(value("size", usual["size"]), usual["square"]) if does("resize") else None,
-        resample=int(value("resample", usual["resample"])),
+        resample=filter_of(value("resample", usual["resample"])),
         crop=sides_of(value("crop_size", usual["crop"])) if does("center_crop", usual["crop"] is not None) else None,
         scale=float(value("rescale_factor", 1 / 255)) if does("rescale") else None,
         mean=mean if does("normalize") else None,
@@ -172,6 +176,13 @@ def side(given: Any) -> int:
     return given
 
 
+def filter_of(given: Any) -> int:
+    """Pillow's number of a resampling filter. Raises ValueError for one that there is not."""
+    if isinstance(given, bool) or given not in range(6):
+        raise ValueError(f"resample must be the number of one of Pillow's filters, 0 to 5, it is {given!r:.60}")
+    return int(given)
+
+
 def said(given: Mapping[str, Any]) -> set[str]:
     return {word for word, value in given.items() if value is not None}
 
@@ -194,8 +205,8 @@ def open_image(path: str | Path) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise ImageError(f"{path}: {'is a folder, not an image' if path.is_dir() else 'no such image'}")
+    if not os.path.isfile(path):  # noqa: PTH113 (says no, and does not raise, where a name is too long)
+        raise ImageError(f"{path!s:.200}: {'is a folder, not an image' if os.path.isdir(path) else 'no such image'}")  # noqa: PTH112
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -208,6 +219,15 @@ def open_image(path: str | Path) -> Image:
         raise ImageError(f"{path}: is not an image that can be read; supported: {', '.join(FORMATS)}") from None
     except UNREADABLE as e:
         raise ImageError(f"{path}: the image is damaged or cut short ({e}); save it again") from None
+
+
+def prepared(prepare: Preprocessing, path: str | Path) -> Tensor:
+    """An image file as the model sees it, [C, H, W]. Raises ImageError that names the file."""
+    image = open_image(path)
+    try:
+        return prepare(image)
+    except ImageError as e:
+        raise ImageError(f"{path}: {e}") from None
 
 
 def with_channels(image: Image, channels: int) -> Image:

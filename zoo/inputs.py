@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import yaml
 from torch import Tensor
+
+from zoo.components.contracts import Pattern
+from zoo.components.spec import dump, load
 
 if TYPE_CHECKING:
     from zoo.model import ModelSpec
@@ -20,10 +24,14 @@ def checked_documents(documents: Tensor, spec: ModelSpec, like: tuple[int, int],
         raise ValueError("a cache keeps one document a row; call the model on packed documents without one")
     for i, layer in enumerate(spec.layers):
         pattern = layer.mixer.pattern
-        if not pattern.segmented:
-            hint = f"layers.{i}.mixer.pattern={{name: all_of, patterns: [{pattern.name}, document]}}"
-            raise ValueError(f"documents would be mixed by layer {i}, whose pattern {pattern.name} does not look at them; use {hint}")
+        if not pattern.separates:
+            hint = f"layers.{i}.mixer.pattern={_edit(pattern & load(Pattern, 'document'))}"
+            raise ValueError(f"documents would be mixed by layer {i}, whose pattern {pattern.name} does not keep them apart; use {hint}")
     return documents.long()
+
+
+def _edit(pattern: Pattern) -> str:
+    return yaml.safe_dump(dump(pattern), default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
 def restarting(documents: Tensor) -> Tensor:

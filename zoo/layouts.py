@@ -25,8 +25,14 @@ def transposed() -> Op:
 
 
 def viewed(theirs: Sequence[int], ours: Sequence[int]) -> Op:
-    """Another shape of the same numbers; one size of each may be -1."""
-    return each(lambda t: t.reshape(tuple(ours)), lambda t: t.reshape(tuple(theirs)))
+    """Another shape of the same numbers; one size of each may be -1. Raises ValueError forward for a tensor of another shape."""
+
+    def forward(tensor: Tensor) -> Tensor:
+        if tensor.dim() != len(theirs) or any(want not in (-1, have) for want, have in zip(theirs, tensor.shape, strict=True)):
+            raise ValueError(f"the shape is {list(tensor.shape)}, it must be {list(theirs)} (-1 is any size)")
+        return tensor.reshape(tuple(ours))
+
+    return each(forward, lambda t: t.reshape(tuple(theirs)))
 
 
 def split(sizes: Sequence[int], dim: int = 0) -> Op:

@@ -29,7 +29,8 @@ from zoo.renamed import Renamed
 from zoo.weights import Entry, below, check_names, entries, fill, linear_names, linears
 
 GIB = 1 << 30
-MOST_LAYERS = 10_000
+MOST_LAYERS, MOST_EXPERTS = 2_000, 50_000  # of a model
+PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 NAMED = 8  # tensors, in a warning
 
 
@@ -41,6 +42,9 @@ class Source:
     table: list[Entry]
     dtype: torch.dtype
     device: torch.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        return self  # files are only read: a copied model has the same source
 
     @property
     def reference(self) -> str:
@@ -152,32 +156,73 @@ def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: 
     """
     format = None
     try:
-        check_count(config, family.spelling.get("num_hidden_layers", "num_hidden_layers"), tensors)
-        spec = load_spec(ModelSpec, dump(family.read(config)))  # checks the types of what the config gave
+        check_config(family, config, tensors)
+        read = family.read(config)
+        check_experts(read, tensors)
+        spec = load_spec(ModelSpec, dump(read))  # checks the types of what the config gave
         quantization = config.get("quantization_config")
         if quantization is not None:
             format = format_for(quantization)
             names = family.known_as(tensors or {}, spec)
             spec = quantized_spec(spec, family, format, quantization, {names[n]: t for n, t in (tensors or {}).items()})
     except KeyError as e:
-        raise CheckpointError(f"{reference}: config.json has no {e.args[0]}") from None
+        word = family.spelling.get(e.args[0], e.args[0])
+        raise CheckpointError(f"{reference}: config.json has no {word}") from None
     except SpecError as e:
         raise CheckpointError(f"{reference}: config.json gives values that no model can have: {'; '.join(e.errors[:8])}") from None
+    except RecursionError:
+        raise CheckpointError(f"{reference}: config.json nests a spec too deeply to be read") from None
+    except IndexError as e:
+        raise CheckpointError(f"{reference}: config.json cannot be understood: a list in it has too few entries ({e})") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as e:
         raise CheckpointError(f"{reference}: config.json cannot be understood: {e}") from None
-    spec = override(spec, *edits)
-    problems = check(spec)
+    try:
+        spec = override(spec, *edits)
+        problems = check(spec)
+    except SpecError as e:
+        problems = e.errors
     if problems:
-        raise SpecError(problems)
+        raise SpecError([f"{reference}: {problem}" for problem in problems])
     return spec, format
 
 
-def check_count(config: Mapping[str, Any], word: str, tensors: Mapping[str, TensorInfo] | None) -> None:
-    """Raise ValueError for a number of layers that the files cannot hold, before a spec of that many is made."""
-    layers = config.get(word, config.get("num_hidden_layers", 1))
-    most = MOST_LAYERS if tensors is None else len(tensors)
-    if isinstance(layers, int) and not 0 < layers <= most:
-        raise ValueError(f"{word} is {layers}" + (f", the files have {most} tensors" if tensors else ""))
+def check_config(family: Family, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo] | None) -> None:
+    """Raise ValueError for what would be misread in silence, or cost a long time, before a spec is made of it.
+
+    That is, in config.json and in the objects inside it: numbers of layers that the files cannot hold, lists that leave layers out, and
+    words where true or false is meant.
+    """
+    most = MOST_LAYERS if tensors is None else min(MOST_LAYERS, sum(1 for t in tensors.values() if math.prod(t.shape)))
+    words = dict.fromkeys((family.spelling.get("num_hidden_layers", "num_hidden_layers"), "num_hidden_layers"))
+    for place, section in sections(config):
+        for key in (k for k, value in section.items() if isinstance(value, str) and value.lower() in ("true", "false")):
+            raise ValueError(f"{place}{key} is the text {section[key]!r}; write {section[key].lower()} without quotes")
+        for word in (w for w in words if isinstance(section.get(w), int)):
+            layers = section[word]
+            if not 0 < layers <= most:
+                why = "" if tensors is None else f"; the files have {len(tensors)} tensors, each layer needs one that holds values"
+                raise ValueError(f"{place}{word} is {layers}, it must lie in 1..{most}{why}")
+            for key in (k for k in PER_LAYER if section.get(k)):
+                if not isinstance(section[key], Sequence) or isinstance(section[key], str) or len(section[key]) < layers:
+                    raise ValueError(f"{place}{key} must be a list of an entry for each of {layers} layers, it is {section[key]!r:.80}")
+
+
+def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """config.json and the objects in it, each with the place before its fields' names; labels are free text and left out."""
+    yield "", config
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key not in ("id2label", "label2id", "zoo_spec"):
+            yield f"{key}.", value
+
+
+def check_experts(spec: ModelSpec, tensors: Mapping[str, TensorInfo] | None) -> None:
+    """Raise ValueError for more experts than the files can hold: each has a row of the width, of which an element packs at most 32."""
+    counts = [len(getattr(layer.mlp, "experts", ())) for layer in spec.layers]
+    values = math.inf if tensors is None else sum(math.prod(t.shape) for t in tensors.values())
+    if sum(counts) > MOST_EXPERTS:
+        raise ValueError(f"the layers have {sum(counts):,} experts together, a model has at most {MOST_EXPERTS:,}")
+    if isinstance(spec.width, int) and sum(counts) * spec.width > 32 * values:
+        raise ValueError(f"{sum(counts):,} experts of width {spec.width} are more than the files can hold, which have {values:,} values")
 
 
 def format_for(quantization: Any) -> Format:

@@ -57,7 +57,9 @@ class MixerSpec(Spec):
         }
 
     def flops(self, call: Call, width: int, index: int) -> float:
-        return super().flops(replace(call, shown=self.pattern.pairs(call)), width, index)
+        """The pattern's pairs unless the call knows them already, as where a cache keeps some of its past tokens only."""
+        seen = call if call.shown is not None else replace(call, shown=self.pattern.pairs(call))
+        return super().flops(seen, width, index)
 
     def slots(self) -> dict[str, Slot]:
         """What this layer keeps between calls."""
@@ -182,12 +184,19 @@ class ModelSpec(Spec):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.width < 1:
             yield "width", f"must be at least 1, got {self.width}"
+        if self.context < 1:
+            yield "context", f"must be at least 1, got {self.context}"
         if not self.layers:
             yield "layers", "a model has at least one layer"
         yield from ((f"cache.{where}", why) for where, why in self.cache.problems())
         for i, layer in enumerate(self.layers):
             for reason in self.cache.refuses(layer.mixer.ask):
                 yield "cache", f"{self.cache.name} cannot serve layer {i}: it {reason}"
+
+    def flops(self, call: Call) -> float:
+        """As of every spec; layers look at those past tokens that the cache keeps."""
+        seen = {layer: self.cache.seen(call, layer.mixer.pattern, layer.mixer.slots()) for layer in set(self.layers)}
+        return sum(c.spec.flops(seen[c.spec] if isinstance(c.spec, LayerSpec) else call, *c.at) for c in self.children().values())
 
     def slots(self) -> list[dict[str, Slot]]:
         return [layer.mixer.slots() for layer in self.layers]

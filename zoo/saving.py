@@ -58,16 +58,20 @@ def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors"
     config, reason = describe(model.spec, model.config, family, written)
     table = entries(model.spec, family.rules(model.spec), written)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    scratch = aside / "new"  # made by mkdir, so its mode is the umask's; that of mkdtemp is always 700
     try:
+        scratch.mkdir()
         (scratch / "config.json").write_text(json.dumps(config | {"torch_dtype": str(model.dtype).removeprefix("torch.")}, indent=2) + "\n")
         write_shards(model, table, scratch, shard_bytes)
+        for shard in scratch.glob("*.safetensors"):  # which safetensors makes readable for the owner alone
+            shutil.copymode(scratch / "config.json", shard)
         write_extras(model, scratch)
         if check is not None:
             check(scratch)
         move_in(scratch, folder)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
     files = sorted(p for p in folder.iterdir() if p.is_file())
     return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason)
 
@@ -224,7 +228,6 @@ def write_extras(model: Model, folder: Path) -> None:
 
 def move_in(scratch: Path, folder: Path) -> None:
     """Put the finished folder in its place by renaming; an old one is moved aside first and deleted last, or put back on failure."""
-    scratch.chmod(0o755)
     if not folder.exists():
         scratch.rename(folder)
         return

@@ -6,6 +6,7 @@ backward. Each tensor is read, cast and placed before the next one is read, so m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 
 Tensors = list[Tensor]
+NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")  # of a layer or an expert, in a name
+LONGEST = 120  # characters of a name in a message
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -162,9 +165,9 @@ def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint,
     extra = sorted(n for n in there.keys() - wanted if not ignore(n))
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {', '.join(missing)}")
+        problems.append(f"{len(missing)} missing: {folded(missing)}")
     if extra:
-        problems.append(f"{len(extra)} unexpected: {', '.join(extra)}")
+        problems.append(f"{len(extra)} unexpected: {folded(extra)}")
     same = [(e.theirs[0], e.ours[0]) for e in table if e.op is SAME and e.theirs[0] in there and e.ours[0] in have]
     shapes = [(theirs, list(there[theirs].shape), list(have[ours].shape)) for theirs, ours in same]
     wrong = [f"{name} is {given}, the model has {wanted}" for name, given, wanted in shapes if given != wanted]
@@ -172,6 +175,34 @@ def check_names(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint,
         problems.append(f"{len(wrong)} of another shape: {', '.join(wrong)}")
     if problems:
         raise CheckpointError(f"{checkpoint.reference}: the tensors do not fit the model; " + "; ".join(problems))
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names in one line, those that differ in one number together: ``layers.{0..31}.norm.weight``, ``experts.{0,3}.gate``."""
+    found = [tuple(NUMBER.split(name)) for name in dict.fromkeys(names)]
+    for place in range(1, max(map(len, found), default=0), 2):  # the numbers; text stands between them
+        found = _folded_at(found, place)
+    return ", ".join(name if len(name) <= LONGEST else f"{name[:LONGEST]}... ({len(name)} characters)" for name in map("".join, found))
+
+
+def _folded_at(names: Iterable[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
+    """The names with those that differ in the number at one place alone as one."""
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for name in names:
+        groups.setdefault((name[:place], name[place + 1 :]), []).extend(name[place : place + 1])
+    return [(*head, _runs(map(int, numbers)), *tail) if numbers else head for (head, tail), numbers in groups.items()]
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """``3``, or ``{0..2,5}`` for several numbers."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}..{b}" for a, b in runs)
+    return text if len(runs) == 1 and runs[0][0] == runs[0][1] else f"{{{text}}}"
 
 
 def fill(model: Model, table: Iterable[Entry], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
@@ -185,13 +216,25 @@ def fill_module(module: nn.Module, infos: Mapping[str, TensorInfo], table: Itera
     """Read all entries into a module whose spec says that it holds ``infos``. Raises CheckpointError for a tensor that does not fit."""
     kinds = {n: getattr(torch, t.dtype) for n, t in infos.items() if t.dtype}
     for entry in table:
-        tensors = [checkpoint.read(n) for n in entry.theirs]
-        try:
-            tensors = entry.op.forward(tensors)
-        except ValueError as e:
-            raise CheckpointError(f"{checkpoint.reference}: {entry.theirs[0].rpartition('.')[0]}: {e}") from None
-        for name, tensor in zip(entry.ours, tensors, strict=True):
-            place(module, name, tensor, kinds.get(name, dtype), device, where=f"{checkpoint.reference}: {', '.join(entry.theirs)}")
+        where = f"{checkpoint.reference}: {', '.join(entry.theirs)}"
+        for name, tensor in zip(entry.ours, changed(entry, [checkpoint.read(n) for n in entry.theirs], where), strict=True):
+            place(module, name, tensor, kinds.get(name, dtype), device, where)
+
+
+def changed(entry: Entry, tensors: Tensors, where: str) -> Tensors:
+    """An entry's tensors in the model's layout. Raises CheckpointError, with their shapes, where they do not have the entry's layout."""
+    try:
+        found = entry.op.forward(tensors)
+    except ValueError as e:  # a reason that the operation gives, which speaks of the module's tensors
+        module = entry.theirs[0].rpartition(".")[0]
+        raise CheckpointError(f"{where if len(entry.theirs) == 1 else where.split(entry.theirs[0])[0] + module}: {e}") from None
+    except (RuntimeError, IndexError) as e:  # what torch raises for shapes that do not fit
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        raise CheckpointError(f"{where}: cannot be read as {folded(entry.ours)} from the shapes {shapes}: {e}") from None
+    if len(found) != len(entry.ours):
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        raise CheckpointError(f"{where}: the shapes {shapes} hold {len(found)} tensors of the model, it has {len(entry.ours)} of them")
+    return found
 
 
 def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.components.cache._columns import ColumnCache, Columns, gathered
 from zoo.components.cache._ledger import token_slots
-from zoo.components.contracts import Ask, CachePolicy, Operands, Pattern, PositionModule, Slot, Step, View
+from zoo.components.contracts import Ask, CachePolicy, Call, Operands, Pattern, PositionModule, Slot, Step, View
 
 QUERIES = 256  # that vote at once: bounds the score matrix of a long prompt
 ROOM = 64  # columns behind what is kept after an eviction
@@ -25,6 +25,11 @@ class VotePolicy(CachePolicy):
 
     exact = False
     forgets = True
+
+    def seen(self, call: Call, pattern: Pattern, slots: Mapping[str, Slot]) -> Call:
+        """The pattern shows everything that came before, so what is forgotten is missing from what each query sees."""
+        kept = replace(call, past=self.kept(int(call.past), slots))
+        return replace(kept, shown=pattern.pairs(kept))
 
     def refuses(self, ask: Ask) -> list[str]:
         reasons = super().refuses(ask)

@@ -11,6 +11,11 @@ from zoo.components.cache._columns import ColumnCache, Columns
 from zoo.components.contracts import Slot
 
 
+def most(window: int, sinks: int, room: int) -> int:
+    """Tokens that a row comes to hold before it forgets some, with ``room`` for as many again."""
+    return sinks + window - 1 + 2 * room
+
+
 class WindowCache(ColumnCache):
     """Each group keeps the first ``sinks`` tokens, those of the last ``window`` and ``room`` more.
 
@@ -26,15 +31,15 @@ class WindowCache(ColumnCache):
 
     def _settle(self, kept: Sequence[int]) -> None:
         for store, window in zip(self.stores, self.windows, strict=True):
-            if window is not None and max(store.count, default=0) > self.sinks + window - 1 + 2 * self.room:
+            if window is not None and max(store.count, default=0) > most(window, self.sinks, self.room):
                 self._forget(store, self.sinks + window - 1 + self.room)
 
-    def _forget(self, store: Columns, most: int) -> None:
-        count = [min(n, most) for n in store.count]
+    def _forget(self, store: Columns, left: int) -> None:
+        count = [min(n, left) for n in store.count]
         for row, (n, c) in enumerate(zip(store.count, count, strict=True)):
             if c < n:
                 self.floor[row] = max(self.floor[row], self.length[row] - self.room)
-        store.keep(ends(torch.tensor(store.count, device=self.device), self.sinks, most), count, room=2 * self.room)
+        store.keep(ends(torch.tensor(store.count, device=self.device), self.sinks, left), count, room=2 * self.room)
 
 
 def ends(count: Tensor, first: int, most: int) -> Tensor:

@@ -37,6 +37,9 @@ class HeavyHitters(VotePolicy):
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
 
+    def kept(self, tokens: int, slots: Mapping[str, Slot]) -> int:
+        return min(tokens, self.heavy + self.recent + self.interval - 1)
+
     def build(self, layers: list[dict[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device) -> HeavyHitterCache:
         return HeavyHitterCache(self, layers, rows, dtype, device)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.components.cache._ledger import token_slots
-from zoo.components.contracts import Ask, Cache, CachePolicy, NoCache, Slot, Step, View
+from zoo.components.contracts import Ask, Cache, CachePolicy, Call, NoCache, Pattern, Slot, Step, View
 from zoo.components.registry import part
 from zoo.components.spec import default
 
@@ -50,6 +50,19 @@ class Shared(CachePolicy):
 
     def without(self) -> Cache:
         return PassedOn(self.readers)
+
+    def kept(self, tokens: int, slots: Mapping[str, Slot]) -> int:
+        return self.inner.kept(tokens, slots)
+
+    def seen(self, call: Call, pattern: Pattern, slots: Mapping[str, Slot]) -> Call:
+        return self.inner.seen(call, pattern, slots)
+
+    def bytes_per_token(self, slots: Mapping[str, Slot], element_bytes: int) -> int:
+        """Of a layer that writes; one that reads another finds as much there."""
+        return self.inner.bytes_per_token(slots, element_bytes)
+
+    def total_bytes(self, layers: Sequence[Mapping[str, Slot]], tokens: int, element_bytes: int) -> int:
+        return self.inner.total_bytes(self._written(layers), tokens, element_bytes)
 
     def total_bytes_per_token(self, layers: Sequence[Mapping[str, Slot]], element_bytes: int) -> int:
         return self.inner.total_bytes_per_token(self._written(layers), element_bytes)

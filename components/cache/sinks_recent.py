@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zoo.components.cache._window import WindowCache
-from zoo.components.contracts import CachePolicy, Pattern, Slot, Step, View
+from zoo.components.cache._window import WindowCache, most
+from zoo.components.contracts import CachePolicy, Call, Pattern, Slot, Step, View
 from zoo.components.registry import part
 from zoo.components.spec import load
 
@@ -39,6 +39,12 @@ class SinksRecent(CachePolicy):
         for name, least in (("sinks", 0), ("window", 1), ("room", 1)):
             if getattr(self, name) < least:
                 yield name, f"must be at least {least}, got {getattr(self, name)}"
+
+    def kept(self, tokens: int, slots: Mapping[str, Slot]) -> int:
+        return min(tokens, most(self.window, self.sinks, self.room))
+
+    def seen(self, call: Call, pattern: Pattern, slots: Mapping[str, Slot]) -> Call:
+        return super().seen(call, _narrowed(pattern, self.sinks, self.window), slots)
 
     def build(self, layers: list[dict[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device) -> SinksRecentCache:
         windows = {tuple(range(len(layers))): self.window}

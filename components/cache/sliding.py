@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from zoo.components.cache._window import WindowCache
+from zoo.components.cache._window import WindowCache, most
 from zoo.components.contracts import Ask, CachePolicy, Slot
 from zoo.components.registry import part
 
@@ -31,6 +31,10 @@ class Sliding(CachePolicy):
         if self.room < 1:
             yield "room", f"the next token needs room, got {self.room}"
 
+    def kept(self, tokens: int, slots: Mapping[str, Slot]) -> int:
+        window = _window(slots)
+        return tokens if window is None else min(tokens, most(window, 0, self.room))
+
     def build(self, layers: list[dict[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device) -> WindowCache:
         members: defaultdict[int | None, list[int]] = defaultdict(list)
         for layer, slots in enumerate(layers):
@@ -39,7 +43,7 @@ class Sliding(CachePolicy):
         return WindowCache(layers, rows, dtype, device, windows, sinks=0, room=self.room)
 
 
-def _window(slots: dict[str, Slot]) -> int | None:
+def _window(slots: Mapping[str, Slot]) -> int | None:
     """The widest window of a layer's token slots, None where one of them has none."""
     windows = [s.window for s in slots.values() if s.kind == "token"]
     return None if None in windows else max((w for w in windows if w is not None), default=None)

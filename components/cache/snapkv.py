@@ -38,6 +38,10 @@ class SnapKV(VotePolicy):
         if self.pool < 1 or self.pool % 2 == 0:
             yield "pool", f"must be odd, got {self.pool}"
 
+    def kept(self, tokens: int, slots: Mapping[str, Slot]) -> int:
+        """Of a prompt."""
+        return min(tokens, self.tokens)
+
     def build(self, layers: list[dict[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device) -> SnapCache:
         return SnapCache(self, layers, rows, dtype, device)
 

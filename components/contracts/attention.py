@@ -90,13 +90,14 @@ class Pattern(Spec):
     """Which keys a query may see: a predicate on positions, never on indices, so padding and caches need nothing more.
 
     Facts that kernels may use instead of the mask: ``causal``, nothing after the query is seen; ``window``; ``whole``, every key
-    that these two leave is seen; ``segmented``, documents matter.
+    that these two leave is seen; ``segmented``, documents matter; ``separates``, no token sees one of another document.
     """
 
     family: ClassVar[str] = declare("pattern", "which tokens may see which")
     causal: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     segmented: ClassVar[bool] = False
+    separates: ClassVar[bool] = False
 
     @abstractmethod
     def see(self, qpos: Tensor, kpos: Tensor) -> Tensor:

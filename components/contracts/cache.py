@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from zoo.components.contracts._declare import declare
-from zoo.components.contracts.attention import Ask, View
+from zoo.components.contracts.attention import Ask, Pattern, View
 from zoo.components.contracts.step import Slot, Step
+from zoo.components.cost import Call
 from zoo.components.spec import Spec
 
 
@@ -65,6 +66,18 @@ class CachePolicy(Spec):
     def without(self) -> Cache:
         """What stands in for a cache in a call that keeps nothing."""
         return NoCache()
+
+    def kept(self, tokens: int, slots: Mapping[str, Slot]) -> int:
+        """How many of a row's ``tokens`` a layer with these slots still holds; at most, for policies that forget do so in steps."""
+        return tokens
+
+    def seen(self, call: Call, pattern: Pattern, slots: Mapping[str, Slot]) -> Call:
+        """A row's call as a layer's kernel meets it: after those past tokens that are kept, with the pairs that it is shown of them."""
+        return replace(call, past=self.kept(int(call.past), slots), shown=pattern.pairs(call))
+
+    def total_bytes(self, layers: Sequence[Mapping[str, Slot]], tokens: int, element_bytes: int) -> int:
+        """Bytes that a row of ``tokens`` takes in all layers; at most, see ``kept``. States are not counted: they do not grow."""
+        return sum(self.bytes_per_token(slots, element_bytes) * self.kept(tokens, slots) for slots in layers)
 
     def total_bytes_per_token(self, layers: Sequence[Mapping[str, Slot]], element_bytes: int) -> int:
         """Bytes that one more token of a row takes in all layers."""

@@ -108,9 +108,13 @@ class RouterModule(Precise):
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Spec):
-    """How the chosen experts are run. Built with (experts, model width); see ExpertsModule."""
+    """How the chosen experts are run. Built with (experts, model width); see ExpertsModule.
+
+    exact: every choice is run and counts with its weight, so any other such kind may stand in for it.
+    """
 
     family: ClassVar[str] = declare("experts", "how the chosen experts are run")
+    exact: ClassVar[bool] = False
 
     def rows(self, tokens: float, choices: float, experts: int) -> float:
         """Vectors that all experts together are run on; those that were chosen unless the kind pads or drops."""

@@ -60,6 +60,10 @@ class Norm(Spec):
 
     family: ClassVar[str] = declare("norm", "how activations are normalised")
 
+    def together(self, width: int) -> int:
+        """Channels of a run that shares statistics. Within a run channels may change places, with their entries in the norm's tensors."""
+        return width
+
     @abstractmethod
     def build(self, width: int) -> nn.Module: ...
 

@@ -23,8 +23,9 @@ from zoo.components.spec import Child, TensorInfo, default
 class Patches(Embed):
     """Square patches of an image through one linear map, after a class token and register tokens.
 
-    Inputs are pixels [B, channels, height, width] whose sides are multiples of ``patch``. Tokens: class, registers, then patches
-    row by row; their coordinates in ``Step.axes`` are row and column, -1 before the patches. position: what is added for the
+    Inputs are pixels [B, channels, height, width] with room for one patch; what is left at the lower and right edge after the last
+    whole patch is not seen, as a convolution with that stride leaves it. Tokens: class, registers, then patches row by row; their
+    coordinates in ``Step.axes`` are row and column, -1 before the patches. position: what is added for the
     place, None for nothing (where rotations do it). norm: of the sum (CLIP), None for none. linear: a convolution's weight
     [M, channels, patch, patch], its last three dimensions flattened.
     """
@@ -62,12 +63,10 @@ class Patches(Embed):
         return inputs.shape[0], self.prefix + rows * columns
 
     def grid(self, inputs: Tensor) -> tuple[int, int]:
-        """Rows and columns of patches. Raises ValueError where they do not cover the image."""
+        """Rows and columns of whole patches. Raises ValueError for an image smaller than one."""
         height, width = inputs.shape[2:]
-        if height % self.patch or width % self.patch or not height or not width:
-            raise ValueError(
-                f"sides of an image must be multiples of the patch size {self.patch}, got {height} x {width}; resize or pad it"
-            )
+        if min(height, width) < self.patch:
+            raise ValueError(f"sides of an image must be at least the patch size {self.patch}, got {height} x {width}; resize or pad it")
         return height // self.patch, width // self.patch
 
     def draw(self, tokens: int, generator: torch.Generator) -> Tensor:
@@ -97,7 +96,9 @@ class PatchEmbedding(nn.Module):
     def forward(self, pixels: Tensor, step: Step) -> Tensor:
         side = self.spec.patch
         kind = next((p.dtype for p in self.parameters() if p.is_floating_point()), pixels.dtype)
-        cut = pixels.to(kind).unflatten(3, (-1, side)).unflatten(2, (-1, side))  # [B, C, rows, side, columns, side]
+        rows, columns = self.spec.grid(pixels)
+        whole = pixels[..., : rows * side, : columns * side].to(kind)
+        cut = whole.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # [B, C, rows, side, columns, side]
         x = self.linear(cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
         if self.prefix is not None:
             x = torch.cat([self.prefix.expand(len(x), -1, -1), x], 1)

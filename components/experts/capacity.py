@@ -29,6 +29,10 @@ class Capacity(Experts):
     factor: float | None = 1.25
     priority: Literal["order", "weight"] = "order"
 
+    @property
+    def exact(self) -> bool:
+        return self.factor is None
+
     def problems(self, experts: tuple[MLP, ...], width: int) -> Iterator[tuple[str, str]]:
         if self.factor is not None and self.factor <= 0:
             yield "factor", f"must be positive, got {self.factor}; null drops nothing"

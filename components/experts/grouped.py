@@ -20,6 +20,8 @@ class Grouped(Experts):
     The grouped product takes dense weights of experts of one formula where it is not the slower way; see ``_stack``.
     """
 
+    exact = True
+
     def build(self, experts: tuple[MLP, ...], width: int) -> ExpertsModule:
         return GroupedModule(experts, width)
 

@@ -17,6 +17,8 @@ from zoo.components.registry import part
 class Loop(Experts):
     """Sum of weight * expert(x), one expert after another: the reference."""
 
+    exact = True
+
     def build(self, experts: tuple[MLP, ...], width: int) -> ExpertsModule:
         return LoopModule()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
@@ -31,6 +31,7 @@ class Offload(Experts):
 
     resident: int = 2
     prefetch: int = 2
+    exact = True
 
     def problems(self, experts: tuple[MLP, ...], width: int) -> Iterator[tuple[str, str]]:
         if not 1 <= self.resident <= len(experts):
@@ -167,11 +168,13 @@ class OffloadModule(ExpertsModule):
 
     def guess(self, x: Tensor, routing: Routing) -> list[int]:
         """The experts to which the next layer's router would send most tokens, were this layer's input its own."""
-        if self.following is None or any(map(wants_gradient, self.following.experts)):
+        following = self.following
+        if following is None or not following.dispatch.spec.prefetch or any(map(wants_gradient, following.experts)):
             return []
-        chosen = self.following.router(x, routing.valid).experts.flatten().tolist()
-        counts = Counter(number for number in chosen if number >= 0)
-        return [number for number, _ in counts.most_common(self.following.dispatch.spec.prefetch)]
+        with settled(following.router):
+            routed = following.router.forward(x, routing.valid)  # not as a call: hooks count what is routed, which this is not
+        counts = Counter(number for number in routed.experts.flatten().tolist() if number >= 0)
+        return [number for number, _ in counts.most_common(following.dispatch.spec.prefetch)]
 
     def receive(self, numbers: Sequence[int], experts: nn.ModuleList, device: torch.device) -> None:
         """Copy experts that are not resident on a stream of their own, while the device computes."""
@@ -193,11 +196,38 @@ class OffloadModule(ExpertsModule):
                     tensor.record_stream(here)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadModule:
-        """A copy begins with nothing on the device and its counters at zero."""
-        twin = OffloadModule(self.spec).train(self.training)
-        memo[id(self)] = twin
-        twin.following = deepcopy(self.following, memo)
+        """A copy begins with nothing on the device and its counters at zero.
+
+        It is followed by the copy of the next layer's mixture where that is copied too, which then finds a note of it in ``memo``.
+        """
+        memo[id(self)] = twin = OffloadModule(self.spec).train(self.training)
+        awaited: Any = memo.pop(note(self), None)
+        if awaited:
+            before, following = awaited
+            before.following = deepcopy(following, memo)
+        if self.following and id(self.following.dispatch) in memo:
+            twin.following = deepcopy(self.following, memo)
+        elif self.following:
+            memo[note(self.following.dispatch)] = twin, self.following
         return twin
+
+
+def note(dispatch: OffloadModule) -> Any:
+    """Where a copy that is under way says who waits for the copy of a dispatch; other keys of a memo are plain numbers."""
+    return OffloadModule, id(dispatch)
+
+
+@contextmanager
+def settled(module: nn.Module) -> Iterator[None]:
+    """Out of training, where a router may draw noise, and back into it module by module."""
+    training = [m for m in module.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
 
 
 def run_with(expert: nn.Module, tensors: dict[str, Tensor], rows: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +30,13 @@ class Flex(Kernel):
         return FlexKernel()
 
 
-class FlexKernel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fused = torch.compile(flex_attention)  # compiled by the first call on a GPU
+@cache
+def fused() -> Any:
+    """Compiled once, by the first call on a GPU; no module holds it, since it cannot be copied or pickled."""
+    return torch.compile(flex_attention)
 
+
+class FlexKernel(nn.Module):
     def forward(self, a: Operands, view: View, step: Step, pattern: Pattern, position: PositionModule) -> Tensor:
         q, k, v = a.q.transpose(1, 2), a.k.transpose(1, 2), a.v.transpose(1, 2)
         blocks = step.once(f"flex {pattern.key} {view.key}", lambda: block_mask(step, view, pattern))
@@ -42,7 +46,7 @@ class FlexKernel(nn.Module):
             assert bias is not None
             return score + bias[b, h, i, j]
 
-        flex = self.fused if q.is_cuda else flex_attention
+        flex = fused() if q.is_cuda else flex_attention
         o = flex(q, k, v, None if bias is None else biased, blocks, a.scale * position.logit_scale, enable_gqa=k.shape[1] != q.shape[1])
         assert isinstance(o, Tensor)
         return o.transpose(1, 2)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.components.contracts import Linear, Prepared
-from zoo.components.ops.few_rows import FEW, PARTS, by_columns, few_rows
+from zoo.components.ops.few_rows import PARTS, few_rows, suits
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo
 
@@ -50,7 +50,7 @@ class DenseLinear(nn.Linear, Prepared):
         return self.weight if dtype is None else self.weight.to(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if 0 < input.numel() <= FEW * self.in_features and by_columns(self.weight):
+        if suits(input, self.weight):
             y = few_rows(input.reshape(-1, self.in_features), self.weight).view(*input.shape[:-1], self.out_features)
             return y if self.bias is None else y + self.bias
         return F.linear(input, self.weight, self.bias)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.components.contracts import Norm
+from zoo.components.norm._eps import eps_problems
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo
 
@@ -30,6 +31,7 @@ class Group(Norm):
     bias: bool = True
 
     def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from eps_problems(self.eps)
         if (self.groups is None) == (self.size is None):
             yield "groups", "give either groups or size"
         for name in ("groups", "size"):
@@ -40,6 +42,9 @@ class Group(Norm):
     def count(self, width: int) -> int:
         """Groups in a width."""
         return self.groups or width // (self.size or width)
+
+    def together(self, width: int) -> int:
+        return width // self.count(width)
 
     def own_tensors(self, width: int) -> dict[str, TensorInfo]:
         names = ("weight", "bias") if self.bias else ("weight",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.components.contracts import Norm
+from zoo.components.norm._eps import eps_problems
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo
 
@@ -26,6 +28,9 @@ class Layer(Norm):
     offset: float = 0.0
     affine: bool = True
     bias: bool = True
+
+    def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from eps_problems(self.eps)
 
     def own_tensors(self, width: int) -> dict[str, TensorInfo]:
         names = ("weight", "bias") if self.bias else ("weight",)

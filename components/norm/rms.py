@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.components.contracts import Norm
+from zoo.components.norm._eps import eps_problems
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo
 
@@ -27,6 +29,9 @@ class RMS(Norm):
     offset: float = 0.0
     cast: Literal["before_weight", "after_weight"] = "before_weight"
     affine: bool = True
+
+    def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from eps_problems(self.eps)
 
     def own_tensors(self, width: int) -> dict[str, TensorInfo]:
         return {"weight": TensorInfo((width,))} if self.affine else {}

@@ -10,12 +10,24 @@ import torch
 from torch import Tensor
 
 PARTS = 4  # of the inputs, summed apart
-FEW = 16  # rows up to which this is at least as fast as the plain product
+FEW = 16  # rows up to which two threads and more are at least as fast as with the plain product; one alone is not
 
 
 def by_columns(weight: Tensor) -> bool:
     """Whether a weight [outputs, inputs] lies column by column."""
     return weight.stride() == (1, weight.shape[0]) and weight.shape[1] > 1
+
+
+def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``few_rows`` is the faster product of x [..., inputs] with a weight, and gives what the plain one would."""
+    return (
+        0 < x.numel() <= FEW * weight.shape[1]
+        and by_columns(weight)
+        and x.dtype == weight.dtype == torch.float32
+        and weight.shape[1] % PARTS == 0
+        and not torch.is_autocast_enabled("cpu")
+        and (torch.compiler.is_compiling() or torch.get_num_threads() > 1)  # a compiler cannot trace the number
+    )
 
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -38,6 +38,10 @@ class AllOf(Pattern):
         return any(p.segmented for p in self.patterns)
 
     @property
+    def separates(self) -> bool:
+        return any(p.separates for p in self.patterns)
+
+    @property
     def window(self) -> int | None:
         return min((p.window for p in self.patterns if p.window is not None), default=None)
 

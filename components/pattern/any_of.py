@@ -39,6 +39,10 @@ class AnyOf(Pattern):
         return any(p.segmented for p in self.patterns)
 
     @property
+    def separates(self) -> bool:
+        return all(p.separates for p in self.patterns)
+
+    @property
     def window(self) -> int | None:
         spans = [p.window for p in self.patterns]
         return None if None in spans else max(s for s in spans if s is not None)

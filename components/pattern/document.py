@@ -21,6 +21,7 @@ class Document(Pattern):
     """
 
     segmented = True
+    separates = True
 
     def see(self, qpos: Tensor, kpos: Tensor) -> Tensor:
         return torch.ones_like(qpos - kpos, dtype=torch.bool)

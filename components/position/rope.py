@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,8 +33,8 @@ class Rope(Position):
         turned = self.width or width
         if turned % 2 or turned > width:
             yield "width", f"rope turns an even number of at most {width} channels, got {turned}"
-        if self.theta <= 0:
-            yield "theta", f"must be positive, got {self.theta}"
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            yield "theta", f"must be a positive number, got {self.theta}"
         for name, why in self.scaling.problems(turned):
             yield f"scaling.{name}", why
 

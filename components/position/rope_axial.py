@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,8 +31,8 @@ class RopeAxial(Position):
             yield "axes", f"must name each coordinate once, got {list(self.axes)}"
         elif width % (2 * len(self.axes)):
             yield "axes", f"{len(self.axes)} runs of channel pairs need a width that {2 * len(self.axes)} divides, got {width}"
-        if self.theta <= 0:
-            yield "theta", f"must be positive, got {self.theta}"
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            yield "theta", f"must be a positive number, got {self.theta}"
 
     @property
     def axes_turned(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,27 +99,24 @@ class GroupedQueryProjection(ProjectionModule):
         self.spec = spec
         self.scale = spec.head_dim**-0.5 if spec.logit_scale is None else spec.logit_scale
         attach(self, spec.children(width))
-        self.shape_q = self._stages("q_norm", spec.heads)
-        self.shape_k = self._stages("k_norm", spec.kv_heads)
+        self.normed = spec.qk_norm is not None
 
-    def _stages(self, norm: str, heads: int) -> Callable[[Tensor, Step, PositionModule], Tensor]:
-        """Split into heads, norm and rotate in the order that the spec names, decided once."""
+    def shape(self, x: Tensor, name: str, heads: int, step: Step, position: PositionModule) -> Tensor:
+        """Queries or keys [B, T, heads * D] split into heads, cut, normed and rotated in the order that the spec names."""
         split = (heads, self.spec.head_dim)
-        if not hasattr(self, norm):
-            return lambda x, step, position: position.rotate(self.cut(x).unflatten(-1, split), step)
-        apply = getattr(self, norm)
-        orders: dict[str, Callable[[Tensor, Step, PositionModule], Tensor]] = {
-            "head": lambda x, step, position: position.rotate(self.cut(apply(x.unflatten(-1, split))), step),
-            "flat": lambda x, step, position: position.rotate(self.cut(apply(x)).unflatten(-1, split), step),
-            "rotated": lambda x, step, position: apply(position.rotate(self.cut(x).unflatten(-1, split), step)),
-        }
-        return orders[self.spec.qk_norm_at]
+        if not self.normed:
+            return position.rotate(self.cut(x).unflatten(-1, split), step)
+        norm = getattr(self, name)
+        if self.spec.qk_norm_at == "rotated":
+            return norm(position.rotate(self.cut(x).unflatten(-1, split), step))
+        x = norm(x).unflatten(-1, split) if self.spec.qk_norm_at == "flat" else norm(x.unflatten(-1, split))
+        return position.rotate(self.cut(x), step)
 
     def write(self, x: Tensor, step: Step, position: PositionModule) -> tuple[Tensor, dict[str, Tensor]]:
         """x [B, T, M] -> q [B, T, H, D] and the slots k, v [B, T, G, D]."""
-        k = self.shape_k(self.k(x), step, position)
+        k = self.shape(self.k(x), "k_norm", self.spec.kv_heads, step, position)
         v = self.cut(self.v(x)).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
-        return self.shape_q(self.q(x), step, position), {"k": k, "v": v}
+        return self.shape(self.q(x), "q_norm", self.spec.heads, step, position), {"k": k, "v": v}
 
     def cut(self, x: Tensor) -> Tensor:
         return x if self.spec.clip is None else x.clamp(-self.spec.clip, self.spec.clip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from zoo.components.contracts import RopeScaling
 from zoo.components.registry import part
+from zoo.components.rope_scaling._checks import positive
 
 
 @part(
@@ -27,6 +29,9 @@ class DynamicNTK(RopeScaling):
     factor: float
     context: int
     uses_length = True
+
+    def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from positive(self, "factor", "context")
 
     def frequencies(self, base: float, width: int, length: Tensor | None) -> Tensor:
         reach = (torch.tensor([self.context]) if length is None else length).clamp(min=self.context).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from zoo.components.contracts import RopeScaling
 from zoo.components.ops.rotary import frequencies
 from zoo.components.registry import part
+from zoo.components.rope_scaling._checks import positive
 
 
 @part(
@@ -30,6 +32,9 @@ class Llama3(RopeScaling):
     low_freq_factor: float
     high_freq_factor: float
     context: int
+
+    def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from positive(self, "factor", "low_freq_factor", "high_freq_factor", "context")
 
     def frequencies(self, base: float, width: int, length: Tensor | None) -> Tensor:
         frequency = frequencies(base, width)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zoo.components.contracts import RopeScaling
 from zoo.components.registry import part
+from zoo.components.rope_scaling._checks import positive
 
 
 @part(
@@ -35,7 +36,10 @@ class LongRope(RopeScaling):
     uses_length = True
 
     def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from positive(self, "factor")
         for name in ("short", "long"):
+            if not all(math.isfinite(f) and f > 0 for f in getattr(self, name)):
+                yield name, "must be positive numbers"
             if len(getattr(self, name)) != width // 2:
                 yield name, f"needs a factor for each of {width // 2} frequencies, got {len(getattr(self, name))}"
         if self.context < 2:

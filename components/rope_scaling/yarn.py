@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from zoo.components.contracts import RopeScaling
 from zoo.components.ops.rotary import correction, frequencies
 from zoo.components.registry import part
+from zoo.components.rope_scaling._checks import positive
 
 
 @part(
@@ -37,6 +39,9 @@ class Yarn(RopeScaling):
     mscale_all_dim: float | None = None
     attention_scale: float | None = None
     scale_logits: bool = False
+
+    def problems(self, width: int) -> Iterator[tuple[str, str]]:
+        yield from positive(self, "factor", "context", "beta_fast", "beta_slow")
 
     def frequencies(self, base: float, width: int, length: Tensor | None) -> Tensor:
         low, high = (correction(beta, base, width, self.context) for beta in (self.beta_fast, self.beta_slow))

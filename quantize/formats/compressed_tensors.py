@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import regex  # unlike re, it can be told to give up
 import torch
 from torch import Tensor
 
@@ -21,6 +21,7 @@ PLACE = "quantization_config"
 SHAPE = "weight_shape"
 INDEX = "weight_g_idx"
 PACKED = "pack-quantized"
+SECONDS = 0.25  # for one expression of a stranger's file on one name; honest ones take microseconds
 UNSUPPORTED = ("kv_cache_scheme", "transform_config", "sparsity_config")
 
 
@@ -164,7 +165,10 @@ def _match(module: str, targets: Iterable[str], place: str) -> str | None:
     """The target that holds for a linear module: its whole name, else the first expression (``re:``) in order, else its class."""
     ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
     try:
-        by_name = [t for t in ordered if t == module or (t.startswith("re:") and re.match(t[3:], module))]
-    except re.error as e:
-        raise ValueError(f"{place}: {e.pattern!r:.60} is no regular expression ({e})") from None
+        by_name = [t for t in ordered if t == module or (t.startswith("re:") and regex.match(t[3:], module, timeout=SECONDS))]
+    except TimeoutError:
+        raise ValueError(f"{place}: an expression (re:) takes more than {SECONDS} seconds to match {module}; write a simpler one") from None
+    except regex.error as e:
+        wrong = e.pattern  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
+        raise ValueError(f"{place}: {wrong!r:.60} is no regular expression ({e})") from None
     return next(iter(by_name), "Linear" if "Linear" in ordered else None)

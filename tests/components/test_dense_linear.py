@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from zoo.components.contracts import Prepared
 from zoo.components.linear.dense import Dense, DenseLinear
-from zoo.components.ops.few_rows import FEW, by_columns, few_rows
+from zoo.components.ops.few_rows import FEW, by_columns, few_rows, suits
 
 arranges = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="weights are arranged by columns only where MKL multiplies")
 
@@ -24,6 +25,14 @@ def linear(inputs: int = 512, outputs: int = 192, bias: bool = True) -> DenseLin
     return module
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("rows", [1, 2, FEW])
 def test_few_rows_is_the_product(rows: int) -> None:
     x, weight = torch.randn(rows, 64), torch.randn(64, 48).t()
@@ -33,7 +42,7 @@ def test_few_rows_is_the_product(rows: int) -> None:
 @arranges
 @pytest.mark.parametrize("shape", [(512,), (1, 512), (1, 1, 512), (2, 8, 512), (2, FEW, 512), (0, 512)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_arranged_linear_says_the_same(shape: tuple[int, ...], bias: bool) -> None:
+def test_arranged_linear_says_the_same(shape: tuple[int, ...], bias: bool, two_threads: None) -> None:
     module = linear(bias=bias)
     x = torch.randn(shape)
     plain = F.linear(x, module.weight.contiguous(), module.bias)
@@ -86,3 +95,30 @@ def test_state_dict_round_trip_across_arrangements() -> None:
         other.weight.zero_()
     other.load_state_dict(module.state_dict())
     assert torch.equal(other.weight, module.weight)
+
+
+def test_the_split_product_is_taken_where_it_suits(two_threads: None) -> None:
+    weight = torch.randn(512, 192).t()
+    assert suits(torch.randn(FEW, 512), weight)
+    assert not suits(torch.randn(FEW + 1, 512), weight)
+    assert not suits(torch.randn(1, 512), weight.contiguous())
+    assert not suits(torch.randn(1, 510), torch.randn(510, 192).t())
+    assert not suits(torch.randn(1, 512).double(), weight.double())
+    torch.set_num_threads(1)
+    assert not suits(torch.randn(1, 512), weight)
+
+
+@arranges
+def test_autocast_gives_its_own_dtype_whatever_the_rows(two_threads: None) -> None:
+    module = linear()
+    module.prepare()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {module(torch.randn(rows, 512)).dtype for rows in (1, FEW, FEW + 1)} == {torch.bfloat16}
+
+
+@arranges
+@pytest.mark.slow
+def test_it_compiles_without_a_break(two_threads: None) -> None:
+    module, x = linear(), torch.randn(1, 512)
+    module.prepare()
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))

@@ -196,13 +196,22 @@ def test_only_the_grid_is_resampled(options: dict[str, Any], before: int) -> Non
     assert (small[0, before] - large[0, before]).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_what_is_left_after_the_last_patch_is_not_seen() -> None:
+    module = embedding("patches", patch=4, class_token=False)
+    pixels = draw(2, 3, 11, 14)
+    weight = module.linear.weight.view(M, 3, 4, 4)
+    want = nn.functional.conv2d(pixels, weight, module.linear.bias, stride=4).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(embed_image(module, pixels), want)
+
+
 def test_coordinates_of_patches() -> None:
     spec: Any = load(Embed, {"name": "patches", "patch": 4, "registers": 1})
     assert spec.axes(draw(2, 3, 8, 12))[1].tolist() == [[-1, -1], [-1, -1], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
 
 
 @pytest.mark.parametrize(("pixels", "wrong"), [
-    (torch.zeros(2, 3, 16, 18), "multiples of the patch size 4, got 16 x 18"),
+    (torch.zeros(2, 3, 16, 3), "at least the patch size 4, got 16 x 3"),
     (torch.zeros(2, 1, 16, 16), r"pixels \[batch, 3, height, width\], got \[2, 1, 16, 16\]"),
     (torch.zeros(2, 7, dtype=torch.long), r"pixels \[batch, 3, height, width\], got \[2, 7\] torch.int64"),
 ])  # fmt: skip

@@ -140,6 +140,56 @@ def test_a_copy_of_a_model_keeps_its_own_experts_and_counters() -> None:
     assert set(twin.state_dict()) == set(build("loop").state_dict())
 
 
+@torch.no_grad()
+def test_a_copied_layer_takes_no_others_along() -> None:
+    model = build("offload")
+    alone: Any = copy.deepcopy(model.layers[0])
+    assert alone.mlp.dispatch.following is None
+    x = torch.randn(1, 4, M)
+    assert torch.equal(alone.mlp(x), model.layers[0].mlp(x))
+    assert alone.mlp.dispatch.traffic.sent_ahead == 0
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.layers[0], memo)
+    assert id(model.layers[1].mlp.router) not in memo
+    pair: Any = copy.deepcopy(nn.ModuleList([model.layers[1], model.layers[0]]))  # in whatever order
+    assert pair[1].mlp.dispatch.following.dispatch is pair[0].mlp.dispatch
+    assert pair[1].mlp.dispatch.following.experts is pair[0].mlp.experts
+    assert pair[0].mlp.dispatch.following is None
+    twin: Any = copy.deepcopy(copy.deepcopy(model))
+    for layer, after in zip(twin.layers, twin.layers[1:], strict=False):
+        assert layer.mlp.dispatch.following == (after.mlp.router, after.mlp.dispatch, after.mlp.experts)
+
+
+@torch.no_grad()
+def test_no_router_is_run_where_nothing_is_sent_ahead() -> None:
+    model = build({"name": "offload", "prefetch": 0})
+    runs: list[int] = []
+    for number, layer in enumerate(model.layers):
+        router, forward = layer.mlp.router, layer.mlp.router.forward
+        router.forward = lambda *args, number=number, forward=forward: (runs.append(number), forward(*args))[1]
+    model(ids())
+    assert runs == [0, 1, 2]
+
+
+@torch.no_grad()
+def test_a_guess_leaves_no_trace() -> None:
+    """Neither in the noise of a router that is trained, nor in its mode, nor with who counts what is routed."""
+    outputs = []
+    for dispatch in ("loop", "offload"):
+        model = override(spec(dispatch), "layers.*.mlp.router=noisy_top_k").build().train()
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(p.numel()))
+        calls: list[nn.Module] = []
+        for layer in model.layers:
+            layer.mlp.router.register_forward_hook(lambda module, _args, _out, calls=calls: calls.append(module))
+        torch.manual_seed(3)
+        outputs.append(model(ids(2)))
+        assert calls == [layer.mlp.router for layer in model.layers]
+        assert all(m.training for m in model.modules())
+    assert total(model).sent_ahead > 0
+    assert torch.equal(*outputs)
+
+
 def test_copies_made_in_inference_mode_serve_gradients_of_inputs() -> None:
     model = build({"name": "offload", "resident": E})
     mlp = model.layers[0].mlp

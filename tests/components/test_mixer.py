@@ -67,8 +67,7 @@ def test_padded_rows_equal_each_row_alone(choice: Mix, padding: str) -> None:
     for row, n in enumerate(lengths):
         at = {"left": range(T - n, T), "right": range(n), "interior": [*range(n // 2), *range(T - n + n // 2, T)]}[padding]
         pos[row, list(at)] = torch.arange(n)
-    x[pos < 0] = float("inf")  # what stands at padding must not matter...
-    x = torch.where(pos[..., None] >= 0, x, torch.full_like(x, 1e4))  # ...as long as it is finite
+    x = torch.where(pos[..., None] >= 0, x, torch.full_like(x, 1e4))  # what stands at padding must not matter while it is finite
     got = mix(x, Step.of(pos), NoCache())
     assert torch.isfinite(got).all()
     for row in range(3):
@@ -169,3 +168,20 @@ def test_compiles_without_graph_breaks(choice: Mix) -> None:
     compiled = torch.compile(lambda x: alone(mix, x), fullgraph=True, backend="aot_eager")
     with torch.set_grad_enabled("cpu" in choice.spec.kernel.trains_on):
         close(compiled(x), alone(mix, x), choice)
+
+
+SCALED = [mix for kernel in names("kernel") if (mix := completed(kernel=kernel)) and mix.projection.startswith("gqa")]
+
+
+@pytest.mark.parametrize("choice", SCALED, ids=lambda c: c.kernel)
+@torch.no_grad()
+def test_factors_of_projections_and_positions_count(choice: Mix) -> None:
+    """A kernel multiplies its logits by both; one that it ignored would leave every bit as it is."""
+    mixer: Any = choice.build(torch.float64)
+    x, step = torch.randn(1, 12, M, dtype=torch.float64), Step.plain(0, 1, 12)
+    before = mixer(x, step, NoCache())
+    mixer.position.logit_scale = 3.0
+    after = mixer(x, step, NoCache())
+    mixer.position.logit_scale, mixer.projection.scale = 1.0, 3 * mixer.projection.scale
+    torch.testing.assert_close(mixer(x, step, NoCache()), after)
+    assert not torch.equal(after, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +40,12 @@ def pattern(data: object) -> Pattern:
     return load(Pattern, data)
 
 
-def seen(p: Pattern, count: int = N) -> Tensor:
-    pos = torch.arange(count)[None]
-    return p.mask(Step.of(pos), View({}, pos))[0, 0]
+SEGMENT = torch.arange(N) // 5
+
+
+def seen(p: Pattern, count: int = N, segment: Tensor | None = None) -> Tensor:
+    pos, documents = torch.arange(count)[None], None if segment is None else segment[None]
+    return p.mask(Step.of(pos, documents), View({}, pos, ksegment=documents))[0, 0]
 
 
 @pytest.mark.parametrize("part", parts(), ids=lambda p: p.name)
@@ -68,11 +72,24 @@ def test_facts_are_true(p: Pattern) -> None:
     mask, back = seen(p), torch.arange(N)[:, None] - torch.arange(N)
     if p.causal:
         assert not (mask & (back < 0)).any()
+    if p.separates:
+        assert not (seen(p, segment=SEGMENT) & (SEGMENT[:, None] != SEGMENT)).any()
     if p.window is not None:
         assert not (mask & ((back < 0) | (back >= p.window))).any()
     if p.whole:
         allowed = (back >= 0) if p.causal else torch.ones_like(mask)
         assert torch.equal(mask, allowed if p.window is None else allowed & (back < p.window))
+
+
+@pytest.mark.parametrize(("patterns", "any_of", "all_of"), [
+    (["causal", "document"], False, True),
+    (["document", "document"], True, True),
+    (["causal", "full"], False, False),
+    (["causal", {"name": "any_of", "patterns": ["document", "causal"]}], False, False),
+])  # fmt: skip
+def test_documents_are_apart_where_some_or_every_part_keeps_them_so(patterns: list[Any], any_of: bool, all_of: bool) -> None:
+    assert pattern({"name": "any_of", "patterns": patterns}).separates == any_of
+    assert pattern({"name": "all_of", "patterns": patterns}).separates == all_of
 
 
 def test_sdpa_takes_no_short_cut_past_a_pattern_that_hides_more() -> None:

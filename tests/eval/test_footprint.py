@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.eval.made import Pair
 from zoo.components import spec as specs
 from zoo.eval import disk_bytes, memory, peak_memory
 from zoo.eval.footprint import RESET, bits_per_weight
+from zoo.eval.results import variant
 
 LINEAR = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)  # q and o, k and v, three of the MLP, in two layers
 NORMS = 5 * 32
@@ -86,6 +88,21 @@ def test_what_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pa
         pass
     assert (found.start, found.peak) == (None, None)
     assert found.what.startswith("not measured")
+
+
+def test_the_peak_of_a_gpu_is_that_of_its_own_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked by number, before anything else has set CUDA up: its allocator knows no device until then."""
+    calls: list[Any] = []
+    monkeypatch.setattr("torch.cuda.init", lambda: calls.append("init"))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: calls.append(("reset", device)))
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: calls.append(("start", device)) or 100)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: calls.append(("peak", device)) or 700)
+    with peak_memory("cuda:1") as found:
+        calls.append("block")
+    gpu = torch.device("cuda:1")
+    assert calls == ["init", ("reset", gpu), ("start", gpu), "block", ("peak", gpu)]
+    assert (found.start, found.peak) == (100, 700)
+    assert variant("a", peak=found).peak_bytes == 700
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = ("zoo", "components", "quantize", "eval", "recipes", "tests", "docs", "benchmarks", ".ci")
 GROUP: Any = typer.main.get_command(app)
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*")  # MODEL, DIR: what a reader fills in
-TO_WRITE = {"components/kernel/cosine.py"}  # files that a page has its reader write
+TO_WRITE = {"components/kernel/relu.py"}  # files that a page has its reader write
 
 
 class Command(NamedTuple):

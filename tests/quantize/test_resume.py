@@ -109,6 +109,29 @@ def test_work_of_another_version_is_refused(work: Path) -> None:
         run(small(layers=LAYERS), bits=3, work_dir=work)
 
 
+def test_a_run_killed_before_its_first_rename_is_taken_up(whole: tuple[Model, Path], tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(small(layers=LAYERS), bits=3, work_dir=tmp_path / "work")
+    left = list((tmp_path / "work").iterdir())
+    assert [path.suffix for path in left] == [".tmp"]
+    left[0].write_text("{")
+    assert same_bits(run(small(layers=LAYERS), bits=3, work_dir=tmp_path / "work")[0], whole[0])
+    assert not list((tmp_path / "work").glob("*.tmp"))
+
+
+def test_files_of_ones_own_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.tmp").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files; give an empty folder"):
+        run(small(layers=LAYERS), bits=3, work_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.tmp"]
+
+
 def test_a_folder_that_cannot_be_written_is_one_error(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise resume.SafetensorError("No space left on device")

@@ -19,7 +19,8 @@ import zoo.recipes.worker as worker
 from tests.eval.made import make_tiny
 from zoo.components.spec import SpecError
 from zoo.eval.changes import perplexity_change
-from zoo.eval.results import Results, Variant, load_results, save_results, write_atomic
+from zoo.eval.environment import revision
+from zoo.eval.results import Results, Variant, load_results, save_results
 from zoo.eval.summary import summarize
 from zoo.recipes.recipe import Recipe, merge, names, read_recipe
 
@@ -138,7 +139,7 @@ def test_the_longest_label_names_files(recipe: Recipe, tmp_path: Path) -> None:
     order.write(order.result.with_suffix(".order.json"))
     order.work.mkdir(parents=True)
     order.folder.mkdir(parents=True)
-    write_atomic(order.made, b"{}")
+    order.leave({})
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["models", "variants", "work"]
 
 
@@ -177,7 +178,8 @@ def test_what_a_variant_did_not_write_is_not_deleted(recipe: Recipe, tmp_path: P
     notes = tmp_path / "out/models/baseline/notes.txt"
     notes.parent.mkdir(parents=True)
     notes.write_text("mine")
-    assert runner._run_one(recipe, 0, tmp_path / "out/variants/baseline-0.json", tmp_path / "out").error is None
+    order = runner.Order(recipe, 0, tmp_path / "out", tmp_path / "out/variants/baseline-0.json", "measure")
+    assert runner._run_one(order).error is None
     assert notes.read_text() == "mine"
 
 
@@ -222,7 +224,15 @@ def test_parts_are_swapped_and_read_through_their_caches(model: Path, tmp_path: 
     assert load_results(tmp_path / "r.json").variants[1].cache_bytes == kivi.cache_bytes
 
 
+@pytest.fixture
+def any_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Git does not tell the revision, so that a source which is edited during a long test changes nothing."""
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    assert revision() is None
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("any_source")
 def test_a_run_writes_everything_and_keeps_what_is_finished(recipe: Recipe, tmp_path: Path, quiet: Console) -> None:
     out = tmp_path / "out"
     results = runner.run(recipe, out, console=quiet)
@@ -266,6 +276,7 @@ def test_a_failing_variant_does_not_stop_the_others(model: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("any_source")
 def test_a_killed_run_keeps_finished_variants(model: Path, tmp_path: Path) -> None:
     path, out = write(tmp_path, model=str(model)), tmp_path / "out"
     command = [sys.executable, "-c", "from zoo.cli import main; main()", "run", str(path), "--out", str(out)]

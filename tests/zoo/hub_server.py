@@ -28,7 +28,8 @@ class Repository:
 @dataclass
 class Hub:
     """repositories by name. requests: (method, path) of each. breaks: after how many bytes the answer for a file ends, once each.
-    altered: files that arrive with another first byte than the hub has on record. uploads: bytes of each LFS object that was sent.
+    altered: files that arrive with another first byte than the hub has on record. moves: what the next commit, made while a file is
+    fetched, changes. uploads: bytes of each LFS object that was sent.
     refuse_uploads: how many of the next ones fail. tokens: Authorization headers seen.
     """
 
@@ -36,6 +37,7 @@ class Hub:
     requests: list[tuple[str, str]] = field(default_factory=list)
     breaks: dict[str, int] = field(default_factory=dict)
     altered: set[str] = field(default_factory=set)
+    moves: dict[str, dict[str, bytes]] = field(default_factory=dict)
     uploads: dict[str, bytes] = field(default_factory=dict)
     refuse_uploads: int = 0
     tokens: set[str] = field(default_factory=set)
@@ -47,6 +49,8 @@ class Hub:
 
 
 def commit_id(repository: Repository, branch: str) -> str:
+    if re.fullmatch(r"[0-9a-f]{40}", branch):
+        return branch  # a commit that no branch is at any more
     return hashlib.sha1(f"{repository.commits} {branch}".encode()).hexdigest()
 
 
@@ -136,6 +140,10 @@ class Handler(BaseHTTPRequestHandler):
         hashed = hashlib.sha256(content).hexdigest() if file in repository.large else git_hash(content)
         headers = {"ETag": f'"{hashed}"', "X-Repo-Commit": commit_id(repository, branch), "X-Linked-Size": str(len(content)),
                    "X-Linked-Etag": f'"{hashed}"', "Accept-Ranges": "bytes"}  # fmt: skip
+        if self.command == "GET" and file in self.hub.moves:
+            repository.branches[commit_id(repository, branch)] = repository.branches[branch]
+            repository.branches[branch] = repository.branches[branch] | self.hub.moves.pop(file)
+            repository.commits += 1
         if file in self.hub.altered:
             content = bytes([content[0] ^ 1]) + content[1:]
         return self._send_file(file, content, headers)

@@ -92,8 +92,11 @@ def test_images_of_several_sizes(tmp_path: Path, images: list[str]) -> None:
     got = logits(model, pixels)
     for row, one in zip(got, pixels, strict=True):
         torch.testing.assert_close(row, theirs(one[None], interpolate_pos_encoding=True).logits[0], rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="multiples of the patch size 4, got 16 x 26; resize or pad it"):
-        classify(model, images[:1])
+    prepared = preprocessing_of(model)(picture(20, 33, seed=0))
+    assert prepared.shape == (3, 16, 26)  # the last two columns belong to no patch
+    want = theirs(prepared[None], interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(logits(model, [prepared]), want, rtol=1e-4, atol=1e-5)
+    assert len(classify(model, images[:1])[0]) == len(LABELS)
 
 
 def test_saved_models_keep_how_images_are_prepared(folder: Path, images: list[str], tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from torch import nn
 from typer.testing import CliRunner
 
 import zoo
-from tests.zoo.families.harness import Case, ids
+from tests.zoo.families.harness import BASE, Case, ids, randomized
+from zoo.checkpoint import CheckpointError
 from zoo.cli import app
-from zoo.compare import differences, first_difference
+from zoo.compare import against_transformers, differences, first_difference, recorded, relative_error
 from zoo.model import Model
 
 
@@ -70,6 +73,56 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert changed.exit_code == 1
     first = next(line for line in changed.output.splitlines() if "first that differs" in line)
     assert first.startswith("layers.1.mixer_norm (model.layers.1.input_layernorm)")
+
+
+TEXT = {k: v for k, v in BASE.items() if k != "head_dim"}
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 8}
+CLASSES = {
+    "BertForMaskedLM": ({**TEXT, "num_key_value_heads": None}, "layers.1.mlp.down", "bert.encoder.layer.1.output.dense"),
+    "BertModel": ({**TEXT, "num_key_value_heads": None}, "layers.1.mlp.down", "encoder.layer.1.output.dense"),
+    "RobertaForSequenceClassification": (
+        {**TEXT, "pad_token_id": 1, "num_labels": 3}, "layers.0.mlp.up", "roberta.encoder.layer.0.intermediate.dense"),
+    "Gemma3ForConditionalGeneration": (
+        {"text_config": {**TEXT, "head_dim": 8, "sliding_window": 8}, "vision_config": SIGLIP},
+        "layers.1.mlp", "model.language_model.layers.1.mlp"),
+    "Llama4ForCausalLM": ({**TEXT, **LLAMA4}, "layers.1.mixer", "model.layers.1.self_attn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_other_classes_and_names(name: str, tmp_path: Path) -> None:
+    """Each file is loaded by the class that it names; modules are found under the names that they have there."""
+    options, ours, theirs = CLASSES[name]
+    kind = getattr(transformers, name)
+    randomized(kind(kind.config_class(**options))).save_pretrained(tmp_path)
+    rows = against_transformers(tmp_path, tokens=16)
+    assert [(row.theirs, row.error < 1e-5) for row in rows if row.ours == ours] == [(theirs, True)]
+    wrong = against_transformers(tmp_path, tokens=16, edits=["layers.*.norm.eps=0.5"])
+    assert [row.error < 1e-5 for row in wrong if row.ours == ours] == [False]
+
+
+def test_models_of_images_are_refused(tmp_path: Path) -> None:
+    transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIGLIP)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="siglip_vision_model models have an embedding patches; only models of token ids"):
+        against_transformers(tmp_path)
+
+
+def test_the_first_call_of_a_module_counts() -> None:
+    layer = nn.Linear(2, 2)
+    with recorded(nn.ModuleDict({"layer": layer}), ["layer"]) as found:
+        first = layer(torch.ones(2))
+        layer(torch.zeros(2))
+    assert torch.equal(found["layer"], first)
+
+
+def test_errors_of_nothing() -> None:
+    zeros = torch.zeros(3)
+    assert relative_error(zeros, zeros) == 0.0
+    assert relative_error(torch.empty(0, 4), torch.empty(0, 4)) == 0.0
+    assert relative_error(zeros + 1, zeros) == float("inf")
+    assert relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == 0.5
 
 
 def test_another_model_is_refused(models: tuple[Model, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import Tensor
 import zoo
 from tests.zoo.oracle import randomize, relative_error
 from zoo.components import registry
+from zoo.components.contracts import Norm
 from zoo.components.position_embedding.learned_grid import resample
-from zoo.components.spec import SpecError, load, override
+from zoo.components.spec import SpecError, TensorInfo, load, override, read_value
 from zoo.conversion import ConversionError, Report, Row, convert, plan, read
-from zoo.conversions.gqa_to_latent import factor
+from zoo.conversions.gqa_to_gqa import check_norm
+from zoo.conversions.gqa_to_latent import BY_FREQUENCY, factor
+from zoo.conversions.rope_to_rope import RopeLayout
 from zoo.model import ModelSpec
 from zoo.quantize import quantize
 from zoo.saving import save
@@ -93,6 +97,103 @@ def test_latent_without_a_norm_multiplies_out(projection: Any, edits: list[str])
         error, report, _ = changed(build(projection, *edits), to)
         assert report.exact
         assert error < EXACT
+
+
+NORMS = ["rms", "layer", "dynamic_tanh", "batch", "identity", "{name: group, size: 8}"]
+SPLIT = ["{name: group, size: 4}"]
+INTERLEAVED = {"name": "rope", "layout": "interleaved"}
+
+
+def normed(norm: str, at: str, kv_heads: int = 2) -> Any:
+    model = build(GQA | {"kv_heads": kv_heads}, f"layers.*.mixer.projection.qk_norm={norm}", f"layers.*.mixer.projection.qk_norm_at={at}")
+    for name, buffer in model.named_buffers():
+        buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(len(name))) + 0.5)
+    return model
+
+
+@pytest.mark.parametrize("to", [INTERLEAVED, "gqa"], ids=str)
+@pytest.mark.parametrize("at", ["head", "flat", "rotated"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_queries_and_keys_go_along(norm: str, at: str, to: Any) -> None:
+    error, report, _ = changed(normed(norm, at), to)
+    assert report.exact
+    assert error < EXACT
+
+
+def test_every_norm_is_among_them() -> None:
+    assert {load(Norm, read_value(norm)).name for norm in NORMS} == set(registry.names("norm"))
+
+
+@pytest.mark.parametrize("at", ["head", "flat", "rotated"])
+@pytest.mark.parametrize("norm", SPLIT)
+def test_norms_that_would_take_statistics_of_other_channels_are_refused(norm: str, at: str) -> None:
+    with pytest.raises(ConversionError, match=r"layers\.0: the q/k norm group takes statistics of \d channels each"):
+        plan(normed(norm, at).spec, INTERLEAVED)
+    error, report, _ = changed(normed(norm, at), "gqa")  # heads are repeated whole, so runs within a head stay as they are
+    assert report.exact
+    assert error < EXACT
+    error, report, _ = changed(normed(norm, at), {"name": "rope", "layout": "half"})  # nothing moves
+    assert (error, report.exact) == (0, True)
+
+
+@pytest.mark.parametrize(("norm", "kv_heads", "to"), [
+    ("{name: group, groups: 4}", 2, 4),  # half a head each before, a whole one then
+    ("{name: group, size: 16}", 2, 4),  # both heads before, copies of one then
+    ("{name: group, size: 16}", 4, 2),
+])  # fmt: skip
+def test_norms_that_would_take_statistics_of_other_heads_are_refused(norm: str, kv_heads: int, to: int) -> None:
+    with pytest.raises(ConversionError, match=f"kv_heads: with {to} the q/k norm group would take the statistics of other"):
+        plan(normed(norm, "flat", kv_heads).spec, {"name": "gqa", "kv_heads": to})
+
+
+def test_norms_with_tensors_that_cannot_be_regrouped_are_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Whitening(Norm):
+        name = "whitening"
+
+        def own_tensors(self, width: int) -> dict[str, TensorInfo]:
+            return {"matrix": TensorInfo((width, width))}
+
+    mixer: Any = normed("rms", "flat").spec.layers[0].mixer
+    projection = replace(mixer.projection, qk_norm=Whitening())
+    with pytest.raises(ConversionError, match="kv_heads: matrix of the q/k norm whitening goes with the width"):
+        check_norm(projection, 4)
+    with pytest.raises(ConversionError, match="matrix of the q/k norm whitening has more than one entry"):
+        RopeLayout(layout="interleaved").check_norms(projection, mixer.position)
+
+
+def test_a_norm_of_runs_that_grow_with_the_heads_is_exact() -> None:
+    error, report, _ = changed(normed("{name: group, groups: 2}", "flat"), "gqa")
+    assert report.exact
+    assert error < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", [*NORMS, *SPLIT, "{name: group, groups: 1}"])
+def test_norms_say_which_channels_share_statistics(norm: str) -> None:
+    """Channels of a run change places with their entries, and the outputs do with them."""
+    module, spec = load(Norm, read_value(norm)).build(8).eval(), load(Norm, read_value(norm))
+    tensors = {n: torch.rand(t.shape) + 0.5 for n, t in module.state_dict().items()}
+    place = torch.arange(8).unflatten(0, (-1, spec.together(8))).flip(1).flatten()
+    x = torch.randn(5, 8)
+    module.load_state_dict(tensors)
+    want = module(x)[:, place]
+    module.load_state_dict({n: t[place] if len(t) == 8 else t for n, t in tensors.items()})
+    torch.testing.assert_close(module(x[:, place]), want)
+
+
+@pytest.mark.parametrize("name", BY_FREQUENCY)
+def test_frequencies_of_fewer_channels_are_the_leading_ones(name: str) -> None:
+    scaling: Any = registry.get("rope_scaling", name).small()
+    torch.testing.assert_close(scaling.frequencies(1e4**0.5, 32, None), scaling.frequencies(1e4, 64, None)[:16])
+
+
+def test_biases_of_nothing_have_no_error() -> None:
+    model = build(GQA | {"bias": True})
+    for layer in model.layers:
+        layer.mixer.projection.k.bias.data.zero_()
+    _, report, _ = changed(model, "mqa")
+    assert 0 < report.weight_error < 1
 
 
 def test_there_and_back() -> None:
@@ -196,6 +297,12 @@ def test_bfloat16_stays_and_the_router_does_not() -> None:
             ["layers.*.mixer.position.scaling={name: dynamic_ntk, factor: 2, context: 16}"],
             {"name": "latent", "rope": 4},
             "keep all",
+        ),
+        (
+            GQA,
+            ["layers.*.mixer.position.scaling={name: yarn, factor: 4, context: 16}"],
+            {"name": "latent", "rope": 4},
+            "scaling yarn change with their number; keep all",
         ),
         (GQA, [], {"name": "latent", "rope": 3}, "must be even"),
         (MLA | {"latent_norm": "rms"}, [], "gqa", "the latent norm rms acts on activations"),

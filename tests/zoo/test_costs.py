@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.components.mixes import M, Mix, completed, names
+from zoo.components import registry
 from zoo.components.contracts import MLP, Call, NoCache, Step
 from zoo.components.spec import load, override
 from zoo.costs import costs, decode, in_words, prefill
@@ -151,6 +152,98 @@ def test_bytes_of_one_decoded_token() -> None:
     assert decode(tied, 33).bytes_read == found.bytes_read, "a tied head reads the table whole"
     window = spec(pattern={"name": "window", "size": 5})
     assert decode(window, 33).bytes_read == total.bytes - table + row + 4 * cached
+
+
+FORGETFUL: dict[str, tuple[Any, Any]] = {
+    "h2o": ("causal", {"name": "h2o", "heavy": 5, "recent": 4, "interval": 3}),
+    "sinks_recent": ("causal", {"name": "sinks_recent", "sinks": 2, "window": 6, "room": 3}),
+    "sliding": ({"name": "window", "size": 7}, {"name": "sliding", "room": 2}),
+    "shared": ("causal", {"name": "shared", "reads": [0, 0], "inner": {"name": "sinks_recent", "sinks": 1, "window": 4, "room": 2}}),
+}
+
+
+def reached(wanted: ModelSpec) -> tuple[Model, Any]:
+    """A model and its cache after 20 tokens and as many more as it takes until the cache holds the most that its policy says."""
+    model = wanted.build().eval()
+    cache = filled(model, 20)
+    most = wanted.cache.kept(10_000, wanted.slots()[0])
+    for _ in range(20):
+        if cache.stores[0].count == [most]:
+            return model, cache
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+        assert cache.stores[0].count[0] <= most
+    raise AssertionError(f"the cache holds {cache.stores[0].count}, never {most}")
+
+
+@pytest.mark.parametrize(("pattern", "policy"), FORGETFUL.values(), ids=FORGETFUL)
+def test_what_a_cache_forgets_is_neither_kept_nor_read(pattern: Any, policy: Any) -> None:
+    wanted, dense = (spec(pattern=pattern, cache=cache) for cache in (policy, "dense"))
+    _, cache = reached(wanted)
+    [length], [count] = cache.length, cache.stores[0].count
+    kept = sum(x[0, :count].nbytes for store in cache.stores for x in store.tensors() if x.dtype == torch.float32)
+    assert wanted.cache.total_bytes(wanted.slots(), length, 4) == kept < cache.bytes()
+    assert summarize(override(wanted, f"context={length}"), torch.float32).cache_bytes == kept
+    assert summarize(override(wanted, "context=5000"), torch.float32).cache_bytes == kept
+    assert cache.bytes() - kept < 2 * 64 * (8 + 8 + 2 * 16 * 4) * len(cache.stores), "room, positions and votes are the rest"
+    found, plain = ({c.path: c for c in decode(s, length + 1, torch.float32).components}["cache"] for s in (wanted, dense))
+    written = kept / count
+    assert found.bytes_kept == 0
+    assert plain.bytes_kept >= written
+    seen = min(count, wanted.slots()[0]["k"].window or count + 1) - (wanted.slots()[0]["k"].window is not None)
+    assert found.bytes_read == seen * plain.bytes_kept
+    assert decode(wanted, 50).bytes_read == decode(wanted, 5000).bytes_read
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize(("pattern", "policy"), FORGETFUL.values(), ids=FORGETFUL)
+def test_kernels_compute_the_pairs_that_a_cache_shows(pattern: Any, policy: Any, kernel: str) -> None:
+    """``eager`` computes all pairs of what is there and masks, the others are taken to compute those that are shown."""
+    wanted = spec(pattern=pattern, cache=policy, kernel=kernel)
+    model, cache = reached(wanted)
+    pairs = []
+
+    def note(_module: Any, args: tuple[Any, ...]) -> None:
+        _, view, step, narrowed, _ = args
+        pairs.append(view.kpos.shape[1] if kernel == "eager" else int(narrowed.mask(step, view).sum()))
+
+    for layer in model.layers:
+        layer.mixer.kernel.register_forward_pre_hook(note)
+    call = Call(1, cache.length[0])
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    found = costs(wanted, call)
+    assert {c.path: c.flops for c in found.components}["layers.0:2.mixer.kernel"] == sum(pairs) * 2 * 4 * (8 + 8)
+    assert wanted.flops(call) == found.flops
+
+
+def test_a_thinned_prompt_is_what_a_decoded_token_reads() -> None:
+    wanted = spec(cache={"name": "snapkv", "tokens": 9, "window": 3})
+    model = wanted.build().eval()
+    cache = filled(model, 30)
+    assert cache.stores[0].count == [wanted.cache.kept(30, wanted.slots()[0])] == [9]
+    assert {c.path: c.bytes_read for c in decode(wanted, 31).components}["cache"] == 9 * wanted.cache_bytes_per_token(2)
+
+
+@pytest.mark.parametrize("name", registry.names("cache"))
+def test_caches_hold_as_many_tokens_as_their_policies_say(name: str) -> None:
+    """Of a prompt, whatever its length: never more, and all where nothing is forgotten."""
+    part = registry.get("cache", name)
+    policy = {"name": name, **part.example} | ({"reads": [0, 0]} if name == "shared" else {})
+    wanted = spec(cache=policy)
+    model, slots = wanted.build().eval(), wanted.slots()[0]
+    for length in (1, 5, 11, 24):
+        held = filled(model, length).stores[0].count[0]
+        kept = wanted.cache.kept(length, slots)
+        assert held <= kept <= length
+        assert wanted.cache.forgets or held == kept == length
+
+
+def test_layers_that_read_others_are_counted_by_what_the_inner_cache_stores() -> None:
+    plain, coded = (spec(cache={"name": "shared", "reads": [0, 0], "inner": inner}) for inner in ("dense", "int8"))
+    assert plain.cache_bytes_per_token(2) * 2 == spec().cache_bytes_per_token(2)
+    read = {c.path: c.bytes_read for c in decode(coded, 11).components}["cache"]
+    assert read == 2 * 10 * coded.cache_bytes_per_token(2) < 2 * 10 * plain.cache_bytes_per_token(2)
 
 
 def test_a_mixture_reads_the_experts_that_are_chosen() -> None:

@@ -132,3 +132,8 @@ def test_missing_scales_are_named(gpt_oss: tuple[Path, Path], tmp_path: Path) ->
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj_scales must be there, \[4, 32, 2\]"):
         zoo.load(rewritten(gpt_oss[1], tmp_path / "broken", tensors, MXFP4))
+
+
+def test_a_block_larger_than_the_weight_takes_no_memory() -> None:
+    weight, scale = torch.ones(4, 8).to(torch.float8_e4m3fn), torch.full((1, 1), 2.0)
+    assert torch.equal(from_fp8(weight, scale, [1_500_000_000, 128]), torch.full((4, 8), 2.0))

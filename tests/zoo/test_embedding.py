@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import zoo
+from tests.zoo.families.harness import randomized
 from zoo.model import Model
 
 WORDS = ["[PAD]", "the", "a", "cat", "dog", "sees", "hears", "and", "or"]
@@ -56,6 +60,27 @@ def test_long_texts_are_cut() -> None:
     ours = model()
     torch.testing.assert_close(zoo.embed(ours, TEXTS[3]), zoo.embed(ours, " ".join(TEXTS[3].split()[:12])))
     torch.testing.assert_close(zoo.embed(ours, TEXTS[1], length=3), zoo.embed(ours, "a dog sees"))
+
+
+@torch.no_grad()
+def test_texts_of_siglip_are_filled_as_in_training(tmp_path: Path) -> None:
+    """Its vector is that of the last place of a row of full length, padding and all."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.SiglipTextConfig(**sizes, vocab_size=len(WORDS), max_position_embeddings=12)
+    theirs = randomized(transformers.SiglipTextModel(config))
+    theirs.save_pretrained(tmp_path)
+    ours, source = zoo.load(tmp_path), Words()
+    ours.source = source
+    filled = Words.tokenizer(TEXTS, padding="max_length", truncation=True, max_length=12, return_tensors="pt")["input_ids"]
+    want = theirs(input_ids=filled).pooler_output
+    torch.testing.assert_close(zoo.embed(ours, TEXTS, batch=3), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(zoo.embed(ours, TEXTS[1]), want[1], rtol=1e-4, atol=1e-5)
+    short = torch.nn.functional.pad(filled[1:2, :3], (0, 9))
+    torch.testing.assert_close(zoo.embed(ours, TEXTS[1:2], length=3), theirs(input_ids=short).pooler_output, rtol=1e-4, atol=1e-5)
+    source.tokenizer = copy.deepcopy(Words.tokenizer)
+    source.tokenizer.pad_token = None
+    with pytest.raises(ValueError, match=r"texts for siglip_text_model are filled.*set tokenizer\.pad_token"):
+        zoo.embed(ours, TEXTS)
 
 
 @pytest.mark.parametrize(("texts", "match"), [([], "texts is empty"), (["cat", ""], r"texts\[1\] has no tokens")])

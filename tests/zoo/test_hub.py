@@ -12,6 +12,7 @@ import pytest
 
 from tests.zoo.hub_server import Hub, serving
 from tests.zoo.oracle import llama_checkpoint
+from zoo.hub import chosen
 
 SECRET = "hf_notToBePrinted"
 REVISION = "0123456789012345678901234567890123456789"
@@ -79,6 +80,7 @@ def test_pull_fetches_checks_and_does_not_fetch_again(hub: Hub, checkpoint: Path
     assert SECRET not in first.stdout + first.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_connection_goes_on_where_it_broke(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     hub.add("org/tiny", files_of(checkpoint))
     hub.breaks["model.safetensors"] = 5000
@@ -102,6 +104,57 @@ def test_a_wrong_checksum_is_told_and_the_file_deleted(hub: Hub, checkpoint: Pat
     assert "1 fetched and checked" in again.stdout
 
 
+@pytest.mark.slow
+def test_every_damaged_file_is_deleted(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add("org/tiny", files_of(checkpoint))
+    hub.altered |= {"model.safetensors", "config.json"}
+    found = zoo_command(hub, tmp_path / "home", "pull", "org/tiny")
+    assert "config.json, model.safetensors are damaged" in found.stderr
+    hub.altered.clear()
+    again = zoo_command(hub, tmp_path / "home", "pull", "org/tiny", "--to", str(tmp_path / "here"))
+    assert again.returncode == 0, again.stderr
+    assert files_of(checkpoint) == files_of(tmp_path / "here")
+
+
+def test_of_several_sets_of_weights_one_is_fetched() -> None:
+    names = ["config.json", "model.safetensors", "consolidated.safetensors", "original/model.safetensors", "tokenizer.json", "x.bin"]
+    assert chosen(names) == ["config.json", "model.safetensors", "tokenizer.json"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert chosen([*shards, "adapter.safetensors"]) == shards
+    assert chosen(["config.json", "weights.safetensors"]) == ["config.json", "weights.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_private_push_never_goes_public(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add("me/tiny", {})
+    found = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny", "--private")
+    assert found.returncode == 2
+    assert "public" in found.stderr
+    assert not hub.repositories["me/tiny"].branches["main"]
+
+
+@pytest.mark.slow
+def test_a_refused_push_leaves_no_branch(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add("me/tiny", {"model-00001-of-00002.safetensors": b"old"})
+    refused = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny")
+    assert refused.returncode == 2
+    assert list(hub.repositories["me/tiny"].branches) == ["main"]
+    branched = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny", "--revision", "new")
+    assert branched.returncode == 0, branched.stderr
+    assert "model-00001-of-00002.safetensors" not in hub.repositories["me/tiny"].branches["new"]
+    assert "model-00001-of-00002.safetensors" in hub.repositories["me/tiny"].branches["main"]
+
+
+@pytest.mark.slow
+def test_a_branch_that_moves_meanwhile_damages_nothing(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add("org/tiny", files_of(checkpoint))
+    hub.moves["model.safetensors"] = {"config.json": b'{"model_type": "llama", "of": "the next commit"}'}
+    found = zoo_command(hub, tmp_path / "home", "pull", "org/tiny")
+    assert found.returncode == 0, found.stderr
+    assert hub.repositories["org/tiny"].commits == 2
+
+
+@pytest.mark.slow
 def test_pull_says_what_is_wrong(hub: Hub, tmp_path: Path) -> None:
     found = zoo_command(hub, tmp_path / "home", "pull", "org/absent")
     assert found.returncode == 2
@@ -127,6 +180,7 @@ def test_push_publishes_a_checkpoint_that_loads_again(hub: Hub, checkpoint: Path
     assert back.returncode == 0, back.stderr
 
 
+@pytest.mark.slow
 def test_push_refuses_to_overwrite_and_removes_stale_weights_when_told(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     hub.add("me/tiny", {"model-00001-of-00002.safetensors": b"old", "notes.md": b"kept"})
     refused = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny")
@@ -139,6 +193,7 @@ def test_push_refuses_to_overwrite_and_removes_stale_weights_when_told(hub: Hub,
     assert hub.repositories["me/tiny"].branches["main"]["notes.md"] == b"kept"
 
 
+@pytest.mark.slow
 def test_push_to_a_branch_leaves_main_alone(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     found = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny", "--revision", "int4")
     assert found.returncode == 0, found.stderr
@@ -146,6 +201,7 @@ def test_push_to_a_branch_leaves_main_alone(hub: Hub, checkpoint: Path, tmp_path
     assert not hub.repositories["me/tiny"].branches["main"]
 
 
+@pytest.mark.slow
 def test_a_push_that_broke_leaves_nothing_half_and_can_be_run_again(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     hub.refuse_uploads = 100
     broken = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny")
@@ -165,6 +221,7 @@ def test_dry_run_lists_the_files_and_sends_nothing(hub: Hub, checkpoint: Path, t
     assert not hub.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "why"), [("tiny", "no owner"), ("a/b/c", "no name on the hub"), ("me/..", "no name on the hub")])
 def test_push_checks_the_name_first(hub: Hub, checkpoint: Path, tmp_path: Path, name: str, why: str) -> None:
     found = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), name)
@@ -172,6 +229,7 @@ def test_push_checks_the_name_first(hub: Hub, checkpoint: Path, tmp_path: Path, 
     assert why in found.stderr
 
 
+@pytest.mark.slow
 def test_push_wants_a_checkpoint(hub: Hub, tmp_path: Path) -> None:
     found = zoo_command(hub, tmp_path / "home", "push", str(tmp_path), "me/tiny")
     assert found.returncode == 2

@@ -122,6 +122,7 @@ def test_axes_with_a_cache_and_with_documents() -> None:
 
 
 CAUSAL = spec(pattern="causal")
+PREFIXED = spec(pattern={"name": "any_of", "patterns": ["causal", "document"]})
 PATCHES = override(spec("rope_axial", "full"), "embed={name: patches, patch: 4}", "head={name: classification, labels: 2}")
 
 
@@ -134,6 +135,7 @@ PATCHES = override(spec("rope_axial", "full"), "embed={name: patches, patch: 4}"
         (spec(), {"documents": DOCUMENTS.to("meta")}, "documents are on meta, the ids on cpu"),
         (spec(), {"documents": DOCUMENTS, "lengths": [12, 10]}, "give lengths or documents, not both"),
         (CAUSAL, {"documents": DOCUMENTS}, r"mixed by layer 0, whose pattern causal .* use layers.0.mixer.pattern=\{name: all_of"),
+        (PREFIXED, {"documents": DOCUMENTS}, "mixed by layer 0, whose pattern any_of does not keep them apart"),
         (spec(), {"axes": torch.zeros(2, 12, 3).long()}, "position rope turns by the position alone"),
         (spec(MROPE), {"axes": torch.zeros(2, 12, 2).long()}, r"axes must be \[batch, tokens, 3\], .* got \[2, 12, 2\]"),
         (spec(MROPE), {"axes": torch.zeros(2, 11, 3).long()}, r"axes \[2, 11, 3\] must be \[2, 12, 3\]"),
@@ -145,6 +147,17 @@ def test_mistakes_are_named_before_any_work(wanted: ModelSpec, given: dict[str, 
         build(wanted).step(ids(), **given)
     with pytest.raises(ValueError, match=message):
         build(wanted)(ids(), **given)
+
+
+@pytest.mark.parametrize("pattern", [{"name": "window", "size": 3}, {"name": "any_of", "patterns": ["causal", "document"]}])
+def test_the_way_out_leads_out(pattern: Any) -> None:
+    """What the error names can be pasted, and then documents are apart."""
+    wanted = spec(pattern=pattern)
+    with pytest.raises(ValueError, match="documents would be mixed") as e:
+        build(wanted)(ids(), documents=DOCUMENTS)
+    edit = str(e.value).partition("use layers.0")[2]
+    model, x = build(override(wanted, f"layers.*{edit}")), ids()
+    torch.testing.assert_close(model(x, documents=DOCUMENTS)[0, 5:9], model(x[:1, 5:9])[0])
 
 
 def test_caches_keep_one_document_a_row() -> None:

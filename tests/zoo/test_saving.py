@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,18 @@ def test_a_checkpoint_is_replaced_whole_where_asked(model: Model, tmp_path: Path
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize(("mask", "folder_mode", "file_mode"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)])
+def test_the_umask_says_who_may_read(model: Model, tmp_path: Path, mask: int, folder_mode: int, file_mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        for _ in range(2):  # a new folder, and one that takes the place of another
+            zoo.save(model, tmp_path / "model", overwrite=True)
+            assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == folder_mode
+            assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "model").iterdir()} == {file_mode}
+    finally:
+        os.umask(before)
+
+
 def test_empty_folders_are_used_and_files_refused(model: Model, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     zoo.save(model, tmp_path / "empty")
@@ -102,7 +116,7 @@ def test_the_old_folder_is_put_back_when_moving_fails(model: Model, tmp_path: Pa
     before = contents(folder)
 
     def rename(self: Path, target: Any) -> Any:
-        if self == folder or self.name.startswith(".model."):
+        if self == folder or self.name == "new":
             calls.append(self)
             if len(calls) == failing:
                 raise OSError(28, "No space left on device")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from zoo.components.contracts import Norm
 from zoo.components.projection.gqa import GroupedQuery
 from zoo.components.registry import part
 from zoo.conversion import Conversion, ConversionError, Converted, Work, relative, unpacked
+from zoo.conversions.rope_to_rope import by_channel
 from zoo.family import expect
 from zoo.model import LayerSpec
 
@@ -29,18 +32,49 @@ class KeyValueHeads(Conversion):
         count = old.heads if self.kv_heads is None else self.kv_heads
         if count < 1 or (count % old.kv_heads and old.kv_heads % count):
             raise ConversionError(f"kv_heads: {count} is neither a multiple nor a divisor of the model's {old.kv_heads}")
+        check_norm(old, count)
         new = dataclasses.replace(old, kv_heads=count, k=unpacked(old.k), v=unpacked(old.v))
         return dataclasses.replace(site, mixer=dataclasses.replace(site.mixer, projection=new))
 
     def convert(self, work: Work) -> Converted:
         before, after = expect(work.old.mixer.projection, GroupedQuery), expect(work.new.mixer.projection, GroupedQuery)
-        names = [f"mixer.projection.{n}" for n in ("k.weight", "k.bias", "v.weight", "v.bias")]
-        if before.qk_norm_at == "flat":
-            names.append("mixer.projection.k_norm.weight")
+        leaves = ["k.weight", "k.bias", "v.weight", "v.bias", *(f"k_norm.{n}" for n in of_all_heads(before))]
+        names = [f"mixer.projection.{leaf}" for leaf in leaves]
         made = {n: regroup(work.held[n], before.kv_heads, after.kv_heads) for n in names if n in work.held}
         error = max(relative(regroup(t, after.kv_heads, before.kv_heads), work.held[n]) for n, t in made.items())
         exact = after.kv_heads >= before.kv_heads
         return Converted(made, exact, 0.0 if exact else error)
+
+
+def of_all_heads(projection: GroupedQuery) -> list[str]:
+    """Tensors of the keys' norm with an entry for each channel of all heads together."""
+    norm = projection.children(0).get("k_norm")
+    return by_channel(norm) if norm and projection.qk_norm_at == "flat" else []
+
+
+def check_norm(old: GroupedQuery, count: int) -> None:
+    """Raises ConversionError where a norm over all heads would mix other heads, or has tensors that nobody knows how to regroup."""
+    norm = old.qk_norm
+    if norm is None or old.qk_norm_at != "flat" or count == old.kv_heads or [*norm.problems(count * old.head_dim)]:
+        return  # a width that the norm cannot have is told by the check of the planned model
+    here, there = (norm.tensors(heads * old.head_dim) for heads in (old.kv_heads, count))
+    strange = [n for n in here if here[n] != there.get(n) and n not in of_all_heads(old)]
+    if strange:
+        raise ConversionError(f"kv_heads: {strange[0]} of the q/k norm {norm.name} goes with the width, but has no entry for each channel")
+    if not same_statistics(norm, old.head_dim, *sorted((old.kv_heads, count))):
+        raise ConversionError(f"kv_heads: with {count} the q/k norm {norm.name} would take the statistics of other heads together")
+
+
+def same_statistics(norm: Norm, head_dim: int, few: int, many: int) -> bool:
+    """Whether each run of channels that share statistics holds, once heads are repeated, an equal number of copies of one run before."""
+    channel = torch.arange(few * head_dim)
+    before, run = channel // norm.together(few * head_dim), norm.together(many * head_dim)
+    copies = regroup(channel, few, many)
+    for together in copies.split(run):
+        count = torch.bincount(together, minlength=len(channel))
+        if not torch.equal(count > 0, before == before[together[0]]) or len(count[count > 0].unique()) > 1:
+            return False
+    return True
 
 
 def regroup(rows: Tensor, old: int, new: int) -> Tensor:

@@ -19,7 +19,7 @@ from zoo.conversion import Conversion, ConversionError, Converted, Work, relativ
 from zoo.family import expect
 from zoo.model import LayerSpec
 
-BY_FREQUENCY = ("none", "linear", "llama3", "yarn")  # scalings of a frequency that do not ask how many others there are
+BY_FREQUENCY = ("none", "linear", "llama3")  # scalings of a frequency that do not ask how many others there are; yarn's ramp does
 P = "mixer.projection."
 
 

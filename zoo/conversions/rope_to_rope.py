@@ -14,6 +14,7 @@ from zoo.components.position.rope import Rope
 from zoo.components.projection.gqa import GroupedQuery
 from zoo.components.projection.latent import Latent
 from zoo.components.registry import part
+from zoo.components.spec import Child
 from zoo.conversion import Conversion, ConversionError, Converted, Work, unpacked
 from zoo.family import expect
 from zoo.model import LayerSpec
@@ -34,6 +35,7 @@ class RopeLayout(Conversion):
     def target(self, site: LayerSpec, width: int) -> LayerSpec:
         projection = site.mixer.projection
         if isinstance(projection, GroupedQuery):
+            self.check_norms(projection, expect(site.mixer.position, Rope))
             projection = dataclasses.replace(projection, q=unpacked(projection.q), k=unpacked(projection.k))
         elif isinstance(projection, Latent):
             projection = dataclasses.replace(projection, q_up=unpacked(projection.q_up), kv_down=unpacked(projection.kv_down))
@@ -41,6 +43,21 @@ class RopeLayout(Conversion):
             raise ConversionError(f"rope's layout can be changed under gqa and latent projections, not {projection.name}")
         position = dataclasses.replace(expect(site.mixer.position, Rope), layout=self.layout)
         return dataclasses.replace(site, mixer=dataclasses.replace(site.mixer, projection=projection, position=position))
+
+    def check_norms(self, projection: GroupedQuery, rope: Rope) -> None:
+        """Raises ConversionError where a q/k norm tells channels apart by more than their own entries in its tensors."""
+        if rope.layout == self.layout:
+            return
+        rows = order(projection.head_dim, 0, rope.width or projection.head_dim, self.layout)
+        for norm in norms(projection).values():
+            (width,), run = norm.at, norm.spec.together(*norm.at)  # pyright: ignore[reportAttributeAccessIssue]
+            channel = torch.arange(width)
+            moved = channel.unflatten(0, (-1, projection.head_dim))[:, rows].flatten()
+            if not torch.equal(moved // run, channel // run):
+                raise ConversionError(f"the q/k norm {norm.spec.name} takes statistics of {run} channels each, which others would join")
+            strange = [n for n, t in norm.spec.tensors(width).items() if width in t.shape and n not in by_channel(norm)]
+            if strange:
+                raise ConversionError(f"{strange[0]} of the q/k norm {norm.spec.name} has more than one entry for each channel")
 
     def convert(self, work: Work) -> Converted:
         rope, projection = expect(work.old.mixer.position, Rope), work.old.mixer.projection
@@ -63,8 +80,18 @@ def rotated(layer: LayerSpec) -> Iterator[tuple[str, int, int]]:
         for leaf in ("weight", "bias"):
             yield f"{P}kv_down.{leaf}", s.rank, s.rank + s.rope
     elif isinstance(s, GroupedQuery):
-        for name in ("q.weight", "q.bias", "k.weight", "k.bias", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"):
+        scales = [f"{n}.{leaf}" for n, c in norms(s).items() for leaf in by_channel(c)]
+        for name in ("q.weight", "q.bias", "k.weight", "k.bias", *scales):
             yield f"{P}{name}", 0, s.head_dim
+
+
+def norms(projection: GroupedQuery) -> dict[str, Child]:
+    return {n: c for n, c in projection.children(0).items() if n in ("q_norm", "k_norm")}
+
+
+def by_channel(norm: Child) -> list[str]:
+    """A norm's tensors that have an entry for each channel."""
+    return [name for name, tensor in norm.spec.tensors(*norm.at).items() if tensor.shape == norm.at]
 
 
 def order(size: int, start: int, turned: int, layout: Layout) -> Tensor:

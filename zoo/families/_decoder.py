@@ -22,7 +22,7 @@ from zoo.components.pattern.window import Window
 from zoo.components.position.rope import Rope
 from zoo.components.projection.gqa import GroupedQuery
 from zoo.components.wiring.pre import Pre
-from zoo.families._rope import read_rope, write_rope
+from zoo.families._rope import CONTEXT, read_rope, write_rope
 from zoo.family import Family, expect
 from zoo.model import LayerSpec, MixerSpec, ModelSpec
 from zoo.weights import Rule
@@ -69,7 +69,7 @@ class Decoder(Family):
         config = self.settled(config)
         return ModelSpec(
             width=config["hidden_size"],
-            context=config.get("max_position_embeddings", 2048),
+            context=config.get("max_position_embeddings", CONTEXT),
             embed=self.embed(config),
             layers=tuple(self.layer(config, l) for l in range(config["num_hidden_layers"])),
             norm=self.norm(config),
@@ -198,6 +198,10 @@ class Decoder(Family):
         """Files of a model that was saved without its head leave the prefix out."""
         whole = any(name.startswith(self.prefix) for name in names)
         return {n: n if whole or n.startswith(f"{self.out}.") else self.prefix + n for n in names}
+
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        """Older files hold the rotary frequencies, which follow from the config."""
+        return name.endswith("rotary_emb.inv_freq") or super().ignores(name, spec)
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
         return [

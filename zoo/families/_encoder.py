@@ -39,7 +39,7 @@ class Encoder(Classic):
 
     def settled(self, config: Config) -> Config:
         config = super().settled(config)
-        refuse(config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+        refuse(config, is_decoder=False, add_cross_attention=False)
         return config
 
     def pattern(self, config: Config, l: int) -> Pattern:

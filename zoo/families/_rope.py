@@ -18,7 +18,18 @@ from zoo.components.rope_scaling.yarn import Yarn
 
 Config = Mapping[str, Any]
 SAME_AS = {"su": "longrope", "mrope": "default"}  # what files call them -> what the rope type is
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+CONTEXT = 2048  # where config.json leaves it out
+ANYWHERE = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+            "original_max_position_embeddings"}  # fmt: skip
+# Rope type -> the keys that it reads beside those; "finetuned" of the first YaRN models asks for what is done for all here.
+KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor", "finetuned"},
+    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
+}
 
 
 def read_rope(config: Config, head_dim: int, kind: str | None = None, layout: Layout = "half") -> Rope:
@@ -27,7 +38,7 @@ def read_rope(config: Config, head_dim: int, kind: str | None = None, layout: La
     kind: the layer's type, whose settings are meant where config.json has some for each type. layout: which pairs the family turns.
     """
     data = settings(config, kind)
-    theta = float(data.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    theta = float(next((v for v in (data.get("rope_theta"), config.get("rope_theta")) if v is not None), 10_000.0))
     share = data.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     width = None if share == 1.0 else int(head_dim * share)
     scaling, sections = _read_scaling(data, config), data.get("mrope_section")
@@ -54,7 +65,8 @@ def settings(config: Config, kind: str | None = None) -> Config:
 def _read_scaling(data: Config, config: Config) -> RopeScaling:
     word = data.get("rope_type", data.get("type", "default"))
     kind = SAME_AS.get(word, word)
-    context = int(config.get("max_position_embeddings", 2048))
+    _check_keys(str(kind), data)
+    context = int(config.get("max_position_embeddings", CONTEXT))
     original = int(data.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or context)
     if kind == "default":
         return NoScaling()
@@ -67,9 +79,18 @@ def _read_scaling(data: Config, config: Config) -> RopeScaling:
                       high_freq_factor=float(data["high_freq_factor"]), context=original)  # fmt: skip
     if kind == "yarn":
         return _read_yarn(data, context, original)
-    if kind == "longrope":  # here a field beside the settings comes first, as in transformers
-        return _read_longrope(data, context, int(config.get("original_max_position_embeddings") or original))
-    raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
+    # for longrope a field beside the settings comes first, as in transformers
+    return _read_longrope(data, context, int(config.get("original_max_position_embeddings") or original))
+
+
+def _check_keys(kind: str, data: Config) -> None:
+    """Raise ValueError for a type that is not known, and for settings that the type does not read."""
+    if kind not in KEYS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(KEYS)}")
+    unread = sorted(word for word, value in data.items() if value is not None and word not in KEYS[kind] | ANYWHERE)
+    if unread:
+        reads = f"reads {', '.join(sorted(KEYS[kind]))}" if KEYS[kind] else "reads none"
+        raise ValueError(f"rope settings have {', '.join(unread)}, of which rope type {kind} {reads}; correct rope_type, or remove them")
 
 
 def _read_yarn(data: Config, context: int, original: int) -> Yarn:
@@ -113,7 +134,7 @@ def write_rope(rope: Rope, config: Config, head_dim: int, context: int | None = 
 def _says(config: Config, rope: Rope, head_dim: int, context: int | None, kind: str | None = None) -> bool:
     """Whether a config's own words already mean ``rope``."""
     given = settings(config, kind) or "rope_theta" in config
-    same_context = context in (None, config.get("max_position_embeddings"))
+    same_context = context in (None, config.get("max_position_embeddings", CONTEXT))
     return bool(given) and same_context and read_rope(config, head_dim, kind, rope.layout) == rope
 
 

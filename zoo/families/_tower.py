@@ -91,7 +91,7 @@ class Tower(Family):
             "hidden_size": spec.width,
             "num_hidden_layers": len(spec.layers),
             "layer_norm_eps": expect(first.norm, Layer).eps,
-            **self.embed_fields(spec.embed),
+            **self.embed_fields(spec.embed, {**self.defaults, **config}),
             **self.projection_fields(expect(first.mixer.projection, GroupedQuery)),
             **self.mlp_fields(first.mlp, {**self.defaults, **config}),
             **self.wiring_fields(first.wiring),
@@ -99,7 +99,7 @@ class Tower(Family):
         }
 
     @abstractmethod
-    def embed_fields(self, embed: Embed) -> Fields: ...
+    def embed_fields(self, embed: Embed, config: Config) -> Fields: ...
 
     def projection_fields(self, projection: GroupedQuery) -> Fields:
         return {"num_attention_heads": projection.heads}
@@ -152,7 +152,7 @@ class TextTower(Tower):
     def embed(self, config: Config) -> Embed:
         return Tokens(vocab=config["vocab_size"], position=Learned(count=config["max_position_embeddings"]))
 
-    def embed_fields(self, embed: Embed) -> Fields:
+    def embed_fields(self, embed: Embed, config: Config) -> Fields:
         embed = expect(embed, Tokens)
         return {"vocab_size": embed.vocab, "max_position_embeddings": expect(embed.position or embed, Learned).count}
 
@@ -168,11 +168,14 @@ class ImageTower(Tower):
     def embed(self, config: Config) -> Patches:
         return patches(config)
 
-    def embed_fields(self, embed: Embed) -> Fields:
+    def embed_fields(self, embed: Embed, config: Config) -> Fields:
+        """The old size where it gives as many patches: it may have pixels beyond the last one."""
         spec = expect(embed, Patches)
         grid = expect(spec.position or spec, LearnedGrid)
         height, width = grid.rows * spec.patch, grid.columns * spec.patch
-        return {"image_size": height if height == width else [height, width], "patch_size": spec.patch, "num_channels": spec.channels}
+        old = tuple(side // spec.patch for side in sides(config)) == (grid.rows, grid.columns)
+        size = config["image_size"] if old else height if height == width else [height, width]
+        return {"image_size": size, "patch_size": spec.patch, "num_channels": spec.channels}
 
     def embed_rules(self, spec: ModelSpec) -> list[Rule]:
         return [
@@ -200,10 +203,16 @@ def positions(embed: Embed) -> int:
 def patches(config: Config, prefix: int = 1, antialias: bool = False) -> Patches:
     """After a class token. prefix: tokens before the patches that have a learned position."""
     patch = square(config["patch_size"], "patch_size")
-    size = config["image_size"]
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    height, width = sides(config)
     grid = LearnedGrid(rows=height // patch, columns=width // patch, prefix=prefix, antialias=antialias)
     return Patches(patch=patch, channels=config["num_channels"], position=grid)
+
+
+def sides(config: Config) -> tuple[int, int]:
+    """Height and width of images."""
+    size = config["image_size"]
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return height, width
 
 
 def square(size: Any, word: str) -> int:

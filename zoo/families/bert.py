@@ -14,6 +14,7 @@ from zoo.components.position.none import NoPosition
 from zoo.components.position_embedding.learned import Learned
 from zoo.components.registry import part
 from zoo.components.wiring.post import Post
+from zoo.families._classic import refuse
 from zoo.families._decoder import Config, Fields, activation
 from zoo.families._encoder import Encoder
 from zoo.families._tower import labels
@@ -45,7 +46,7 @@ class Bert(Encoder):
     layers, table, beside = "encoder.layer", "embeddings.word_embeddings", EMBEDDINGS
     modules, fused = LAYER, ""
     defaults = {"hidden_act": "gelu", "tie_word_embeddings": True, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
-                "max_position_embeddings": 512}  # fmt: skip
+                "max_position_embeddings": 512, "intermediate_size": 3072}  # fmt: skip
     tables = {
         "masked_lm": {"head.hidden": "cls.predictions.transform.dense", "head.norm": "cls.predictions.transform.LayerNorm",
                       "head.out.weight": "cls.predictions.decoder.weight", "head.out.bias": "cls.predictions.bias"},
@@ -57,6 +58,11 @@ class Bert(Encoder):
 
     def read(self, config: Config) -> ModelSpec:
         return replace(super().read(config), norm=Identity())
+
+    def settled(self, config: Config) -> Config:
+        config = super().settled(config)
+        refuse(config, position_embedding_type="absolute")
+        return config
 
     def embed(self, config: Config) -> Embed:
         return Segments(

@@ -93,6 +93,10 @@ class DeepSeek(Mixture):
     def shared_fields(self, moe: MoE) -> Fields:
         return {"n_shared_experts": shared_expert(moe).hidden // expect(moe.experts[0], Gated).hidden}
 
+    def position_fields(self, spec: ModelSpec, config: Config) -> Fields:
+        layers = [replace(layer, mixer=replace(layer.mixer, position=unscaled(layer.mixer.position))) for layer in spec.layers]
+        return super().position_fields(replace(spec, layers=tuple(layers)), config)
+
     def sparse_fields(self, sparse: list[bool]) -> Fields:
         return {"first_k_dense_replace": sparse.index(True) if True in sparse else len(sparse)}
 
@@ -105,6 +109,13 @@ class DeepSeek(Mixture):
         return super().layer_rules(spec) + mixers_of(one, straight) + mixers_of(two, ranks.keys() - straight)
 
 
+def unscaled(position: Position) -> Position:
+    """What config.json says of a position: that the logits are scaled as well goes without saying."""
+    if not (isinstance(position, Rope) and isinstance(position.scaling, Yarn)):
+        return position
+    return replace(position, scaling=replace(position.scaling, scale_logits=False))
+
+
 @part(Family, "deepseek_v2", source="DeepSeek-AI 2024, arXiv:2405.04434; transformers DeepseekV2ForCausalLM")
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2(DeepSeek):
@@ -112,7 +123,7 @@ class DeepseekV2(DeepSeek):
 
     architecture = "DeepseekV2ForCausalLM"
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": "mlp_bias"}
-    defaults = {"first_k_dense_replace": 0, "n_shared_experts": 2}
+    defaults = {"q_lora_rank": 1536, "first_k_dense_replace": 0, "n_shared_experts": 2}
 
     def router(self, config: Config) -> TopK:
         one_of(config, "scoring_func", "softmax")

@@ -36,7 +36,7 @@ class DeepseekV3(DeepSeek):
     normed = True
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
     tensors = {"mlp.router.correction": "mlp.gate.e_score_correction_bias"}
-    defaults = {"first_k_dense_replace": 3, "n_shared_experts": 1, "norm_topk_prob": True, "rope_interleave": True,
+    defaults = {"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_shared_experts": 1, "norm_topk_prob": True, "rope_interleave": True,
                 "max_position_embeddings": 4096, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}  # fmt: skip
 
     def position(self, config: Config, l: int) -> Position:
@@ -78,4 +78,5 @@ class DeepseekV3(DeepSeek):
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         layer = LAYER.match(name)
-        return layer is not None and int(layer[1]) >= len(spec.layers)
+        beyond = layer is not None and int(layer[1]) >= len(spec.layers)
+        return beyond or super().ignores(name, spec)

@@ -34,5 +34,5 @@ class DINOv2WithRegisters(DINOv2):
     def embed(self, config: Config) -> Patches:
         return dataclasses.replace(patches(config, antialias=True), registers=config["num_register_tokens"])
 
-    def embed_fields(self, embed: Embed) -> Fields:
-        return {**super().embed_fields(embed), "num_register_tokens": expect(embed, Patches).registers}
+    def embed_fields(self, embed: Embed, config: Config) -> Fields:
+        return {**super().embed_fields(embed, config), "num_register_tokens": expect(embed, Patches).registers}

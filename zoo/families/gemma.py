@@ -28,8 +28,8 @@ class Gemma(Decoder):
     """Scaled embeddings, norms with 1 + weight, GeGLU."""
 
     architecture = "GemmaForCausalLM"
-    defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-                "max_position_embeddings": 8192}  # fmt: skip
+    defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256,
+                "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192}  # fmt: skip
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
 
     def settled(self, config: Config) -> Config:

@@ -30,9 +30,10 @@ class Gemma2(Sliding):
 
     architecture = "Gemma2ForCausalLM"
     activation_key = "hidden_activation"
-    defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": 256, "max_position_embeddings": 8192, "sliding_window": 4096,
-                "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # fmt: skip
+    defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+                "max_position_embeddings": 8192, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0}  # fmt: skip
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
     modules = {**ATTENTION, **GATED, **SANDWICH_NORMS}
     period = 2

@@ -24,8 +24,10 @@ class Gemma3Text(Gemma2):
     """Gemma 2 with norms on q and k in place of the caps, five windowed layers to a full one, and a rope for each kind."""
 
     architecture = "Gemma3ForCausalLM"
-    defaults = {**Gemma2.defaults, "attn_logit_softcapping": None, "final_logit_softcapping": None, "max_position_embeddings": 131072,
-                "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}  # fmt: skip
+    # the sizes too: files with a vision tower leave out what equals transformers' own
+    defaults = {**Gemma2.defaults, "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+                "num_attention_heads": 8, "num_key_value_heads": 4, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                "max_position_embeddings": 131072, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}  # fmt: skip
     modules = {**Gemma2.modules, **HEAD_NORMS}
     period = 6
 

@@ -19,14 +19,14 @@ class GPTNeoX(Classic):
     """Attention and MLP side by side, each on its own norm; a part of each head is rotated; q, k and v lie together head by head."""
 
     architecture = "GPTNeoXForCausalLM"
-    ignored = r".*\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)"
+    ignored = r".*\.attention\.(masked_)?bias"
     prefix, table, final_norm, out = "gpt_neox.", "embed_in", "final_layer_norm", "embed_out"
     modules = {"mixer.projection.o": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h", **PRE_NORMS}
     fused = "attention.query_key_value"
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": True}
     norm_key = "layer_norm_eps"
     spelling = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    defaults = {"hidden_act": "gelu", "partial_rotary_factor": 0.25, "attention_bias": True}
+    defaults = {"hidden_act": "gelu", "partial_rotary_factor": 0.25, "attention_bias": True, "intermediate_size": 24576}
 
     def wiring(self, config: Config) -> Wiring:
         return ParallelNorms() if config.get("use_parallel_residual", True) else Pre()

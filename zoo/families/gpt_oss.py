@@ -33,7 +33,8 @@ class GptOss(Sliding, Mixture):
     expert_key = "intermediate_size"
     spelling = {"num_experts": "num_local_experts"}
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
-    defaults = {"rms_norm_eps": 1e-5, "attention_bias": True, "head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131072,
+    defaults = {"rms_norm_eps": 1e-5, "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+                "max_position_embeddings": 131072,
                 "rope_theta": 150_000.0, "rope_parameters": YARN}  # fmt: skip
     modules = {**ATTENTION, **PRE_NORMS, "mlp.router": "mlp.router"}
     tensors = {"mixer.kernel.sink": "self_attn.sinks"}

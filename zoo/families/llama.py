@@ -15,4 +15,3 @@ class Llama(Decoder):
     """Pre-norm decoder with rotary grouped-query attention and a gated MLP."""
 
     architecture = "LlamaForCausalLM"
-    ignored = r".*rotary_emb\.inv_freq"

@@ -36,7 +36,11 @@ class Llama4Text(Mixture):
     expert_key = "intermediate_size"
     spelling = {"num_experts": "num_local_experts"}
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
-    defaults = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "max_position_embeddings": 4096 * 32, "attention_chunk_size": 8192,
+    # the sizes too: files with a vision model leave out what equals transformers' own
+    defaults = {"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+                "num_experts_per_tok": 1, "num_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+                "max_position_embeddings": 4096 * 32, "attention_chunk_size": 8192,
                 "use_qk_norm": True, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}  # fmt: skip
     modules = {
         **ATTENTION,

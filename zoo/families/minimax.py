@@ -39,6 +39,16 @@ class MiniMax(Mixtral):
 
     # ---- config.json -> spec
 
+    def settled(self, config: Config) -> Config:
+        """Files for MiniMax's own code say 0 of a lightning layer and 1 of a softmax one."""
+        config = super().settled(config)
+        words, given = dict(enumerate((LINEAR, FULL))), config.get("attn_type_list")
+        if config.get("layer_types") or not given:
+            return config
+        if not set(given) <= words.keys():
+            raise ValueError(f"attn_type_list must hold 0 (lightning) and 1 (softmax) alone, it is {given}")
+        return {**config, "layer_types": [words[kind] for kind in given]}
+
     def kind(self, config: Config, l: int) -> str:
         return layer_type(config, l, *KINDS) or (FULL if l % 2 == 0 else LINEAR)
 
@@ -82,7 +92,8 @@ class MiniMax(Mixtral):
 
     def pattern_fields(self, spec: ModelSpec, config: Config) -> Fields:
         pattern = self.typical(spec).mixer.pattern
-        return {"sliding_window": pattern.size if isinstance(pattern, Window) else None}
+        types = {"attn_type_list": [int(not linear(layer)) for layer in spec.layers]} if config.get("attn_type_list") else {}
+        return {"sliding_window": pattern.size if isinstance(pattern, Window) else None, **types}
 
     def other_fields(self, spec: ModelSpec) -> Fields:
         types = [LINEAR if linear(layer) else FULL for layer in spec.layers]

@@ -17,7 +17,7 @@ class Mistral(Decoder):
     """LLaMA with a sliding window in every layer."""
 
     architecture = "MistralForCausalLM"
-    defaults = {"sliding_window": 4096, "max_position_embeddings": 131072}
+    defaults = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
     biases = {"qkv": False, "out": False, "mlp": False}
 
     def pattern(self, config: Config, l: int) -> Pattern:

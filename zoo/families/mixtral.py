@@ -21,7 +21,7 @@ class Mixtral(Mixture):
     block = "block_sparse_moe"
     expert_key = "intermediate_size"
     spelling = {"num_experts": "num_local_experts"}
-    defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096 * 32}
+    defaults = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096 * 32}
     modules = {
         **ATTENTION,
         **PRE_NORMS,

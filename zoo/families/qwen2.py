@@ -16,7 +16,8 @@ class Qwen2(Sliding):
     """LLaMA with biases on q, k and v, and a window in the layers from ``max_window_layers`` on where it is switched on."""
 
     architecture = "Qwen2ForCausalLM"
-    defaults = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+    defaults = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096,
+                "max_window_layers": 28}  # fmt: skip
     biases = {"qkv": True, "out": False, "mlp": False}
 
     def settled(self, config: Config) -> Config:

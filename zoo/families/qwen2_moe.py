@@ -38,7 +38,7 @@ class Qwen2Moe(SharedExpert):
 
     architecture = "Qwen2MoeForCausalLM"
     biases = {"qkv": "qkv_bias", "out": False, "mlp": False}
-    defaults = {"qkv_bias": True, "max_position_embeddings": 32768}
+    defaults = {"num_key_value_heads": 16, "qkv_bias": True, "max_position_embeddings": 32768}
     modules = {**ATTENTION, **PRE_NORMS, **GATED, **MIXTURE, **SHARED}
 
     def pattern(self, config: Config, l: int) -> Pattern:

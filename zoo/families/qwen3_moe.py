@@ -22,7 +22,7 @@ class Qwen3Moe(Stepped):
     architecture = "Qwen3MoeForCausalLM"
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
     spelling = {"num_experts": "num_local_experts"}
-    defaults = {"max_position_embeddings": 32768}
+    defaults = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
     modules = {**ATTENTION, **HEAD_NORMS, **PRE_NORMS, **GATED, **MIXTURE}
 
     def projection(self, config: Config, l: int) -> Projection:

@@ -31,7 +31,8 @@ class Qwen3Next(SharedExpert):
     architecture = "Qwen3NextForCausalLM"
     ignored = r"mtp\..*"
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
-    defaults = {"norm_topk_prob": True, "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768,
+    defaults = {"num_key_value_heads": 2, "norm_topk_prob": True, "head_dim": 256, "partial_rotary_factor": 0.25,
+                "max_position_embeddings": 32768,
                 "full_attention_interval": 4, "linear_conv_kernel_dim": 4}  # fmt: skip
     modules = {**{o: t for o, t in ATTENTION.items() if not o.endswith(".q")}, **HEAD_NORMS, **PRE_NORMS, **GATED, **MIXTURE, **SHARED}
 

@@ -25,6 +25,7 @@ class SigLIPText(TextTower):
     architecture = "SiglipTextModel"
     ignored = r"vision_model\..*|logit_scale|logit_bias|(.*\.)?embeddings\.position_ids"
     defaults = DEFAULTS
+    filled = True
 
     def head(self, config: Config) -> Head:
         return Pooling(pool="last", project=config.get("projection_size") or config["hidden_size"], bias=True)

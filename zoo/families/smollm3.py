@@ -18,7 +18,8 @@ class SmolLM3(Sliding):
     """LLaMA without rope in every fourth layer, which may have a window instead."""
 
     architecture = "SmolLM3ForCausalLM"
-    defaults = {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "max_position_embeddings": 32768, "no_rope_layer_interval": 4}
+    defaults = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, "max_position_embeddings": 32768,
+                "no_rope_layer_interval": 4}  # fmt: skip
 
     def settled(self, config: Config) -> Config:
         turned = config.get("no_rope_layers") or self.turned({**self.defaults, **config})

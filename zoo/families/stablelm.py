@@ -24,7 +24,7 @@ class StableLM(Decoder):
     """Layer norms, rope on a quarter of each head; in the larger ones a norm of its own for each head, and parallel branches."""
 
     architecture = "StableLmForCausalLM"
-    defaults = {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    defaults = {"num_key_value_heads": 32, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5, "max_position_embeddings": 4096}
     biases = {"qkv": "use_qkv_bias", "out": False, "mlp": False}
 
     def heads(self, config: Config) -> Fields:

@@ -79,6 +79,11 @@ class ViT(ImageTower):
         """Names and numbers of the tokens before the patches."""
         return {"cls_token": 1, "register_tokens": embed.registers} if embed.registers else {"cls_token": 1}
 
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        """Files may hold a pooler that the head does not use."""
+        pooled = isinstance(spec.head, Pooling) and spec.head.project
+        return super().ignores(name, spec) or (not pooled and name.removeprefix(self.prefix).startswith("pooler."))
+
     def embed_rules(self, spec: ModelSpec) -> list[Rule]:
         tokens = self.tokens(expect(spec.embed, Patches))
         return [

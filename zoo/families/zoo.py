@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo.components import registry
 from zoo.components.registry import part
-from zoo.components.spec import dump, load
+from zoo.components.spec import SpecError, dump, load
 from zoo.family import Family
 from zoo.model import ModelSpec
 from zoo.weights import Rule
@@ -22,7 +22,12 @@ class Zoo(Family):
     architecture = ""
 
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
-        return load(ModelSpec, config["zoo_spec"])
+        spec = load(ModelSpec, config["zoo_spec"], "zoo_spec")
+        known = [name for name in registry.names("family") if name != self.name]
+        if spec.checkpoint not in known:
+            near = registry.nearest(spec.checkpoint, known)
+            raise SpecError([f"zoo_spec.checkpoint: {spec.checkpoint!r:.60} is no family that names tensors{near}"])
+        return spec
 
     def fields(self, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
         return {"zoo_spec": dump(spec)}

@@ -134,7 +134,7 @@ REFUSED = [
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True, supported is False"),
     ("gpt2", {"activation_function": "mish"}, "activation_function 'mish' is not supported"),
     ("gpt2", {"n_head": 5}, "hidden_size 32 must be a multiple of num_attention_heads 5"),
-    ("gpt2", {"n_layer": 10**9}, "n_layer is 1000000000, the files have"),
+    ("gpt2", {"n_layer": 10**9}, "n_layer is 1000000000, it must lie in 1.."),
     ("mpt", {"no_bias": False}, "no_bias is False, supported is True"),
     ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is 'inv_sqrt_d_model', supported is None"),
     ("mpt", {"norm_type": "rmsnorm"}, "norm_type is 'rmsnorm'"),

@@ -150,6 +150,12 @@ def test_first_config_of_modernbert(tmp_path: Path, written: Callable[[Case], tu
     assert zoo.spec(file) == zoo.spec(folder)
 
 
+def test_what_modernbert_does_not_read(tmp_path: Path, written: Callable[[Case], tuple[Path, Any]]) -> None:
+    """Ettin's files say sans_pos of their positions, which are rotary in all of these models."""
+    folder, _ = folder_of("modernbert, masked", written)
+    assert zoo.spec(renamed(folder, tmp_path / "sans", str, position_embedding_type="sans_pos")) == zoo.spec(folder)
+
+
 @pytest.mark.parametrize(("change", "match"), [
     ({"architectures": ["BertForTokenClassification"]}, r"BertForTokenClassification.*supported are BertForMaskedLM"),
     ({"is_decoder": True}, r"is_decoder is True"),

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 import zoo
 from tests.zoo.families.harness import BASE, CHECKS, TOLERANCE, Case, ids, randomized, slow
 from tests.zoo.oracle import relative_error
+from zoo.components import registry
+from zoo.components.spec import override
+from zoo.saving import describe
 
 hf: Any = transformers  # its configs take fields that their signatures do not name
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -93,3 +96,17 @@ def test_llama4_without_its_vision_model(tmp_path: Path) -> None:
     back = hf.Llama4ForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager")
     assert relative_error(back(ids(2)).logits, want) < TOLERANCE
     assert zoo.spec(tmp_path / "text") == zoo.spec(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dispatch", ["loop", "grouped", "{name: offload, resident: 1}", "{name: capacity, factor: null}", "capacity"])
+def test_how_experts_are_run_is_no_part_of_a_checkpoint(dispatch: str) -> None:
+    """A dispatch that runs every choice is left out of config.json; one that drops some is a model that the family cannot say."""
+    family, config = registry.get("family", "mixtral").spec(), hf.MixtralConfig(**MIXTRAL | BASE).to_dict()
+    spec = override(family.read(config), f"layers.*.mlp.dispatch={dispatch}")  # pyright: ignore[reportAttributeAccessIssue]
+    written, reason = describe(spec, config, family, None)  # pyright: ignore[reportArgumentType]
+    assert (written["model_type"], reason is None) == (("zoo", False) if dispatch == "capacity" else ("mixtral", True))
+
+
+def test_every_exact_dispatch_may_stand_in() -> None:
+    exact = {part.name for part in registry.parts("experts") if part.small().exact}  # pyright: ignore[reportAttributeAccessIssue]
+    assert exact == {"grouped", "loop", "offload"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from zoo.components.position.none import NoPosition
 from zoo.components.position.rope import Rope
 from zoo.components.rope_scaling.longrope import LongRope
 from zoo.components.rope_scaling.yarn import Yarn
+from zoo.components.spec import override
 from zoo.family import family_for
 from zoo.model import ModelSpec
 
@@ -105,6 +107,52 @@ def test_scalings_in_full() -> None:
     assert rope.scaling == Yarn(factor=4.0, context=8)
 
 
+ROPES: list[dict[str, Any]] = [
+    {"type": "yarn", "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "finetuned": True},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "mscale": None},
+    {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6, "original_max_position_embeddings": 8},
+    {"type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5},
+    {"type": "mrope", "mrope_section": [1, 2, 1]},
+    {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 2, 1], "mrope_interleaved": True, "type": "default"},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_what_published_files_say_of_rope_is_read(rope: dict[str, Any]) -> None:
+    config = SIZES | {"model_type": "llama", "rope_scaling": rope}
+    assert family_for(config, "test").write(read(config), config)["rope_scaling"] == rope
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_yarn_of_deepseek_is_kept_as_it_is(model_type: str) -> None:
+    """Its mscale_all_dim multiplies the logits, which is in no field."""
+    rope = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+            "type": "yarn"}  # fmt: skip
+    config = SIZES | {"model_type": model_type, "num_key_value_heads": 4, "rope_scaling": rope, "n_group": 1, "topk_group": 1,
+                      "rope_theta": 10000, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+                      "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+    family, spec = family_for(config, "test"), read(config)
+    written = family.write(spec, config)
+    assert (written["rope_scaling"], written["rope_theta"]) == (rope, 10000)
+    faster = override(spec, "layers.*.mixer.position.scaling.factor=20.0")
+    assert family.write(faster, config)["rope_scaling"]["factor"] == 20.0
+    with pytest.raises(ValueError, match="scale_logits is False where it can only say True"):
+        family.write(override(spec, "layers.*.mixer.position.scaling.scale_logits=false"), config)
+
+
+def test_layers_of_minimax_as_its_own_code_has_them() -> None:
+    """attn_type_list: 0 of a lightning layer, 1 of a softmax one."""
+    config = SIZES | {"model_type": "minimax", "num_local_experts": 2, "num_experts_per_tok": 1, "attn_type_list": [0, 0, 0, 1, 0, 1]}
+    spec = read(config)
+    kinds = ["linear_attention" if kind == 0 else "full_attention" for kind in config["attn_type_list"]]
+    assert spec == read({**config, "attn_type_list": None, "layer_types": kinds})
+    assert [layer.mixer.projection.name for layer in spec.layers][2:4] == ["lightning", "gqa"]
+    written = family_for(config, "test").write(spec, config)
+    assert (written["layer_types"], written["attn_type_list"]) == (kinds, config["attn_type_list"])
+    turned = family_for(config, "test").write(dataclasses.replace(spec, layers=spec.layers[::-1]), config)
+    assert turned["attn_type_list"] == [1, 0, 1, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -113,6 +161,21 @@ def test_scalings_in_full() -> None:
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"model_type": "qwen2", "rope_scaling": {"type": "fancy"}}, "rope type 'fancy' is not supported; supported: default, linear"),
         ({"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"by type of layer \(full_attention\)"),
+        ({"model_type": "llama", "rope_scaling": {"factor": 2.0}}, "rope settings have factor, of which rope type default reads none"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope settings have factor"),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0, "alpha": 1.0, "beta_fast": 1}}, "have alpha, beta_fast"),
+        (
+            {
+                "model_type": "llama",
+                "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "attention_factor": 2.0},
+            },
+            "attention_factor, of which rope type llama3 reads factor, h",
+        ),
+        (
+            {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0, "short_factor": [1.0]}},
+            "settings have short_factor",
+        ),
+        ({"model_type": "minimax", "num_local_experts": 2, "num_experts_per_tok": 1, "attn_type_list": [0, 2]}, "attn_type_list must hold"),
         ({"model_type": "llama", "hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_several_models_in_one_file(clip: Path) -> None:
     ("config.json", {"vision_config": "all of it"}, "#vision", "vision_config in config.json must be an object, it is 'all of it'"),
     ("config.json", {"vision_config": {"image_size": 0}}, "#vision", "must be at least 1"),
     ("config.json", {"architectures": ["CLIPForImageClassification"], "vision_config": {"num_hidden_layers": 10**12}}, "",
-     "num_hidden_layers of vision_config is 1000000000000"),
+     "num_hidden_layers is 1000000000000"),
     ("preprocessor_config.json", ["no object"], "#text", "preprocessor_config.json must hold a JSON object"),
 ])  # fmt: skip
 def test_damaged_settings_are_named(clip: Path, tmp_path: Path, file: str, change: Any, reference: str, wrong: str) -> None:
@@ -179,6 +180,45 @@ def test_texts_of_unequal_length(clip: Path) -> None:
     want = theirs.get_text_features(input_ids=ids).pooler_output
     assert relative_error(ours(ids), want) < TOLERANCE
     assert relative_error(ours(ids, lengths=lengths), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("model", ["SiglipVisionModel", "CLIPVisionModel", "ViTForImageClassification", "Dinov2Model"])
+@torch.no_grad()
+def test_images_that_are_no_multiple_of_the_patch(model: str, tmp_path: Path) -> None:
+    """As SigLIP's of 384 pixels in patches of 14: what is left over is not seen; the size stays as it is written."""
+    kind = getattr(transformers, model)
+    config = kind.config_class(**{**IMAGE, "image_size": 19, "mlp_ratio": 2})
+    theirs = randomized(kind(config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, x = zoo.load(tmp_path / "theirs"), torch.randn(2, 3, 19, 19)
+    result = theirs(x)
+    want = result.logits if "logits" in result else result.pooler_output
+    assert relative_error(ours(x), want) < TOLERANCE
+    assert zoo.save(ours, tmp_path / "ours").transformers is None
+    assert json.loads((tmp_path / "ours/config.json").read_text())["image_size"] == 19
+
+
+@torch.no_grad()
+def test_another_grid_changes_the_size_of_images() -> None:
+    family: Any = registry.get("family", "siglip_vision_model").spec()
+    config = {**IMAGE, "model_type": "siglip_vision_model", "image_size": 19}
+    larger = zoo.spec(family.read(config), "embed.position.rows=5", "embed.position.columns=5")
+    assert family.write(dataclasses.replace(larger, context=25), config)["image_size"] == 20
+
+
+@pytest.mark.parametrize("head", ["", "head=hidden"])
+@torch.no_grad()
+def test_a_pooler_that_a_head_does_not_use(head: str, tmp_path: Path) -> None:
+    """Files of ViT's first releases have one beside the classifier."""
+    theirs = randomized(transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGE)))
+    theirs.save_pretrained(tmp_path)
+    more = {"vit.pooler.dense.weight": torch.ones(32, 32), "vit.pooler.dense.bias": torch.ones(32)}
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file(stored | more if not head else {n: t for n, t in (stored | more).items() if "classifier" not in n}, file)
+    x = torch.randn(2, 3, 16, 16)
+    want = theirs.vit(x).last_hidden_state if head else theirs(x).logits
+    assert relative_error(zoo.load(tmp_path, override=[head] if head else [])(x), want) < TOLERANCE
 
 
 @torch.no_grad()
