@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from zoo.checkpoint import Checkpoint, CheckpointError
 from zoo.components.spec import TensorInfo
+from zoo.wrapped import Wrapped
 
 Infos = Mapping[str, TensorInfo]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
@@ -30,11 +30,12 @@ class Packed:
     decode: Callable[..., Tensor]
 
 
-class Dequantized(Checkpoint):
+class Dequantized(Wrapped):
     """``inner`` with plain weights in place of packed ones, and a config without ``quantization_config``."""
 
     def __init__(self, inner: Checkpoint, packed: Mapping[str, Packed]):
-        self.inner, self.reference, self._packed = inner, inner.reference, packed
+        super().__init__(inner)
+        self._packed = packed
         self.config = {k: v for k, v in inner.config.items() if k != "quantization_config"}
         self.dtype = inner.dtype if inner.dtype.itemsize > 1 else torch.bfloat16
 
@@ -48,22 +49,6 @@ class Dequantized(Checkpoint):
             return self.inner.read(name)
         packed = self._packed[name]
         return packed.decode(*map(self.inner.read, packed.parts))
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.inner.tokenizer
-
-    @property
-    def generation(self) -> dict[str, Any]:
-        return self.inner.generation
-
-    @property
-    def preprocessing(self) -> dict[str, Any]:
-        return self.inner.preprocessing
-
-    @property
-    def files(self) -> list[Path]:
-        return self.inner.files
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from zoo.checkpoint import Checkpoint, CheckpointError
-from zoo.components.spec import TensorInfo
 from zoo.family import family_for
+from zoo.wrapped import Wrapped
 
 
-class Tower(Checkpoint):
+class Tower(Wrapped):
     """``whole`` with the config of one of its models; the tensors of the others are still listed, the tower's family ignores them.
 
     Raises CheckpointError where the checkpoint has no tower of that name.
     """
 
     def __init__(self, whole: Checkpoint, name: str):
-        self.whole, self.reference, self.dtype = whole, f"{whole.reference}#{name}", whole.dtype
+        super().__init__(whole)
+        self.reference = f"{whole.reference}#{name}"
         self.config = tower_config(whole.config, name, self.reference)
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self.whole.tensors()
-
-    def read(self, name: str) -> Tensor:
-        return self.whole.read(name)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.whole.tokenizer
-
-    @property
-    def preprocessing(self) -> dict[str, Any]:
-        return self.whole.preprocessing
-
-    @property
-    def files(self) -> list[Path]:
-        return self.whole.files
 
 
 def tower_config(config: Mapping[str, Any], name: str, reference: str) -> dict[str, Any]:
