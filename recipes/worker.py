@@ -1,7 +1,7 @@
-"""One step of one variant of a recipe, run as ``python -m zoo.recipes.worker ORDER.json``.
+"""One step of one variant of a recipe, run in a process of its own.
 
-``make`` loads, edits, quantizes and saves; ``measure`` loads what will be used and measures it. They are processes of their own, so
-that what is measured is the model that a user would load, and quantizing leaves no mark on its memory.
+``make`` loads, edits, quantizes and saves; ``measure`` loads what will be used and measures it. They are two
+processes, so that what is measured is the model that a user would load, and quantizing leaves no mark on its memory.
 """
 
 from __future__ import annotations
@@ -154,7 +154,3 @@ def main(path: str) -> int:
         done = Variant(name=order.variant.label, error=f"{type(e).__name__}: {e}")
     save_results(Results(environment=describe_environment(), variants=[done], recipe=dump(order.recipe)), order.result)
     return 1 if done.error else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -135,8 +135,13 @@ def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, dict[
 
 
 def _inverse_factor(matrix: Tensor) -> Tensor | None:
-    lower, failed = torch.linalg.cholesky_ex(matrix)
+    """U, upper triangular, with U^T U = matrix^-1: the inverse of W, upper triangular, with W W^T = matrix.
+
+    W is the Cholesky factor of the matrix in reversed order, itself reversed.
+    """
+    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
     if failed:
         return None
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return upper if not failed and upper.isfinite().all() else None
+    one = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    upper = torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True)
+    return upper if upper.isfinite().all() else None
