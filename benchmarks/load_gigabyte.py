@@ -1,6 +1,6 @@
 """Loading a random checkpoint of a gigabyte against transformers: seconds until every weight was read once, and peak memory.
 
-Each in a fresh process, in turns.
+Each in a fresh process, in turns. Imports are apart: both load a tiny checkpoint of the same family before the clock starts.
 
     python benchmarks/load_gigabyte.py [--out benchmarks/results/load_gigabyte.json] [--rounds 5]
 
@@ -24,31 +24,37 @@ CHILD = """
 import re, sys, time, torch
 {imports}
 resident = lambda what: int(re.search(what + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+load = lambda folder: {load}
+load(sys.argv[2])
 before, began = resident("VmRSS"), time.perf_counter()
-model = {load}
+model = load(sys.argv[1])
 with torch.no_grad():
     total = sum(float(p.sum()) for p in model.parameters())  # every page is really there: a file that is only mapped is not read
 seconds = time.perf_counter() - began
 held = sum(p.nbytes for p in {{id(p): p for p in model.parameters()}}.values())
 print(seconds, resident("VmHWM") - before, held)
 """
-OURS = CHILD.format(imports="import zoo, zoo.loading, zoo.families.llama", load="zoo.load(sys.argv[1], dtype='bfloat16')")
-THEIRS = CHILD.format(imports="from transformers import LlamaForCausalLM as M", load="M.from_pretrained(sys.argv[1], dtype=torch.bfloat16)")
+OURS = CHILD.format(imports="import zoo, zoo.loading, zoo.families.llama", load="zoo.load(folder, dtype='bfloat16')")
+THEIRS = CHILD.format(imports="from transformers import LlamaForCausalLM as M", load="M.from_pretrained(folder, dtype=torch.bfloat16)")
 
 
-def write_checkpoint(folder: Path) -> int:
-    """A LLaMA of about 10^9 bytes; returns its size."""
+LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
+         "vocab_size": 32000}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def write_checkpoint(folder: Path, sizes: dict[str, int]) -> int:
+    """A LLaMA of these sizes with random weights, of about 10^9 bytes for LARGE; returns its size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
-                         vocab_size=32000)  # fmt: skip
+    config = LlamaConfig(**sizes)
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder, max_shard_size="600MB")
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
-def child(code: str, folder: Path) -> dict[str, float]:
-    out = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True).stdout
+def child(code: str, folder: Path, tiny: Path) -> dict[str, float]:
+    out = subprocess.run([sys.executable, "-c", code, str(folder), str(tiny)], capture_output=True, text=True, check=True).stdout
     seconds, peak, held = map(float, out.split()[-3:])
     return {"seconds": seconds, "peak_bytes": peak, "model_bytes": held}
 
@@ -59,9 +65,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        size = write_checkpoint(folder)
-        rounds = [{"zoo": child(OURS, folder), "transformers": child(THEIRS, folder)} for _ in range(a.rounds)]
+        folder, tiny = Path(scratch) / "large", Path(scratch) / "tiny"
+        size, _ = write_checkpoint(folder, LARGE), write_checkpoint(tiny, TINY)
+        rounds = [{"zoo": child(OURS, folder, tiny), "transformers": child(THEIRS, folder, tiny)} for _ in range(a.rounds)]
     results = {
         "environment": describe_environment(),
         "checkpoint_bytes": size,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.components.contracts import NoCache, Prepared, Step, StoredLinear
+from zoo.components.contracts import NoCache, Prepared, Step, StoredLinear, unfilled
 from zoo.components.spec import dump
 from zoo.installed import version
 from zoo.loading import set_storage
@@ -206,7 +206,7 @@ def linear(model: Model, path: str) -> Any:
 def replace_linear(model: Model, path: str, method: Quantizer, tensors: dict[str, Tensor]) -> None:
     """Put a storage module with these tensors in the place of a linear module, and its part into the model's spec."""
     old = linear(model, path)
-    with torch.device("meta"):
+    with unfilled():
         new = method.storage.build(old.inputs, old.outputs, old.bias is not None)
     assert isinstance(new, StoredLinear)
     device = old.dense_weight().device

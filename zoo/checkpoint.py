@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
 import os
 import re
 from abc import ABC, abstractmethod
@@ -22,11 +23,12 @@ from torch import Tensor
 from zoo.components.spec import TensorInfo
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-MAPPED = 16 << 20  # bytes read through one mapping of a file before it is mapped anew, which returns the pages
+METADATA = "__metadata__"  # in the header of a .safetensors file, beside the tensors
 LARGEST_JSON = 256 << 20  # bytes; the largest tokenizers and indices have a tenth
 LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes, on the file systems of Linux
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-          "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # fmt: skip
+          "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool", "C64": "complex64",
+          "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -48,9 +50,21 @@ class Checkpoint(ABC):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Shape and dtype of every tensor, by name on disk."""
 
+    @property
+    def private(self) -> bool:
+        """Whether tensors that ``read`` gives may be kept and changed; where not, who keeps one copies it."""
+        return False
+
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor on the CPU. It may be a view of the mapped file: who keeps it copies it."""
+        """One tensor on the CPU; it may be a view of the mapped file."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies where it was read, so that nothing has looked at its values yet."""
+        return False
+
+    def release(self, name: str) -> None:  # noqa: B027 (most hold no memory)
+        """Say that what ``read`` gave of a tensor is in use no more, so that its memory may go back."""
 
     @property
     @abstractmethod
@@ -201,22 +215,33 @@ class SafetensorsFolder(Checkpoint):
         self._generation = read_json(settings, reference) if settings.is_file() else {}
         self._preprocessing = read_preprocessing(folder, reference)
         self._file, self._infos = self._index()
-        self._open: tuple[Path, Any, int] | None = None
+        self._mapped: dict[Path, MappedFile] = {}
         self.dtype = self._dtype()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": None}  # an open file is opened anew by whoever needs it
+        return self.__dict__ | {"_mapped": {}}  # a file is mapped anew by whoever needs it
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
+    @property
+    def private(self) -> bool:
+        return True
+
     def read(self, name: str) -> Tensor:
+        return self._map(name).tensor(name)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return any(mapped.holds(tensor) for mapped in self._mapped.values())
+
+    def release(self, name: str) -> None:
+        self._map(name).release(name)
+
+    def _map(self, name: str) -> MappedFile:
         path = self._file[name]
-        if self._open is None or self._open[0] != path or self._open[2] > MAPPED:
-            self._open = (path, safe_open(str(path), "pt"), 0)
-        tensor = self._open[1].get_tensor(name)
-        self._open = (path, self._open[1], self._open[2] + tensor.nbytes)
-        return tensor
+        if path not in self._mapped:
+            self._mapped[path] = MappedFile(path)
+        return self._mapped[path]
 
     @property
     def tokenizer(self) -> Any:
@@ -292,6 +317,44 @@ class SafetensorsFolder(Checkpoint):
                 f"{self.reference}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}; download them"
             )
         return [self.folder / f for f in files]
+
+
+class MappedFile:
+    """A .safetensors file in memory as it lies on the disk: read where it is touched, and private, so that changes stay in memory.
+
+    The library's own reader gives views of one storage for the whole file, which every copy of a tensor would drag along. The header is
+    one that ``read_header`` has checked.
+    """
+
+    def __init__(self, path: Path):
+        self._name = path.name
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._start = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        size = int.from_bytes(self._map[:8], "little")
+        header = json.loads(self._map[8 : 8 + size])
+        self._places = {n: (t["dtype"], t["shape"], *(8 + size + o for o in t["data_offsets"])) for n, t in header.items() if n != METADATA}
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is a view of the file's bytes, and of no others."""
+        kind, shape, start, stop = self._places[name]
+        if kind not in DTYPES:
+            raise CheckpointError(f"{self._name}: {name} is stored as {kind}, which torch has no numbers for; convert it")
+        dtype = getattr(torch, DTYPES[kind])
+        if start == stop:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=stop - start, offset=start).view(dtype).view(shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the file."""
+        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._start < len(self._map)
+
+    def release(self, name: str) -> None:
+        """Give back the pages that hold this tensor alone; what is read there again comes from the file."""
+        *_, start, stop = self._places[name]
+        first, last = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def read_header(path: Path, reference: str) -> dict[str, TensorInfo]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.components import registry
-from zoo.components.contracts import Linear, StoredLinear
+from zoo.components.contracts import Linear, StoredLinear, unfilled
 from zoo.components.spec import Spec, SpecError, check, indices, load, picks, read_value, transform
 from zoo.loading import finish
 from zoo.model import Model, ModelSpec
@@ -322,7 +322,7 @@ def exchange(state: Tensors, prefix: str, new: Tensors, spec: ModelSpec, dtype: 
 
 def rebuilt(model: Model, spec: ModelSpec, state: Tensors) -> Model:
     """A model of ``spec`` with these tensors."""
-    with torch.device("meta"):
+    with unfilled():
         new = spec.build()
     new.load_state_dict(state, assign=True)
     new.requires_grad_(any(p.requires_grad for p in model.parameters()))  # loaded models are frozen

@@ -50,6 +50,10 @@ class Dequantized(Wrapped):
         packed = self._packed[name]
         return packed.decode(*map(self.inner.read, packed.parts))
 
+    def release(self, name: str) -> None:
+        for part in self._packed[name].parts if name in self._packed else (name,):
+            self.inner.release(part)
+
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as it would be without its quantization where that is one of METHODS, else the checkpoint itself.

@@ -18,7 +18,7 @@ import torch
 
 from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from zoo.components import registry
-from zoo.components.contracts import Linear, Prepared
+from zoo.components.contracts import Linear, Prepared, unfilled
 from zoo.components.spec import Spec, SpecError, TensorInfo, check, dump, override
 from zoo.components.spec import load as load_spec
 from zoo.dequantized import METHODS, dequantized
@@ -32,6 +32,7 @@ GIB = 1 << 30
 MOST_LAYERS, MOST_EXPERTS = 2_000, 50_000  # of a model
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 NAMED = 8  # tensors, in a warning
+GLANCE = 1 << 18  # elements of a tensor that are looked at where it stays in its file, which is read in full when it is used
 
 
 @dataclass
@@ -71,8 +72,9 @@ class Source:
                 for entry in self.table:
                     yield entry
                     for name in (n for n in entry.ours if below(prefix, n)):
-                        label = entry.theirs[0] if len(entry.theirs) == 1 else name
-                        counts.append((label, pool.submit(not_finite, stored_tensor(model, name))))
+                        tensor, label = stored_tensor(model, name), entry.theirs[0] if len(entry.theirs) == 1 else name
+                        looked = tensor.view(-1)[:GLANCE] if self.checkpoint.holds(tensor) else tensor
+                        counts.append((label, pool.submit(not_finite, looked)))
 
             fill(model, placed(), self.checkpoint, self.dtype, self.device, prefix)
         found: Counter[str] = Counter()
@@ -104,7 +106,8 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     on the meta device; ``zoo.weights.materialize`` loads them part by part.
 
     Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
-    NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are NaN or infinite.
+    NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are NaN or infinite; of a
+    large tensor that stays as it lies in its file, which is then read when it is used, only the beginning is looked at.
     """
     checkpoint = dequantized(open_checkpoint(reference))
     family = family_for(checkpoint.config, checkpoint.reference)
@@ -115,7 +118,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name))
     if not lazy:
         check_memory(spec, kind, place, checkpoint.reference)
-    with torch.device("meta"):
+    with unfilled():
         model = spec.build()
     model.config, model.source = checkpoint.config, Source(checkpoint, table, kind, place)
     if not lazy:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from zoo.components.contracts import HeadModule, Linear, NoCache, Norm, Prepared, Step, attach
+from zoo.components.contracts import HeadModule, Linear, NoCache, Norm, Prepared, Step, attach, unfilled
 from zoo.components.spec import Child, Spec, default
 from zoo.dequantized import dequantized
 from zoo.family import Family, family_for
@@ -184,7 +184,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
         raise CheckpointError(f"{reference}: its config.json tells of no layers that predict more tokens ahead; zoo.load reads the model")
     table, width, index = depth_entries(family, model, stored, checkpoint), model.width, len(model.layers)
     check_depths(stored, table, checkpoint)
-    with torch.device("meta"):
+    with unfilled():
         module = stored.spec.build(width, index)
     fill_module(module, stored.spec.tensors(width, index), table, checkpoint, parse_dtype(dtype, checkpoint.dtype), torch.device(device))
     for part in module.modules():

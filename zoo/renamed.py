@@ -31,3 +31,6 @@ class Renamed(Wrapped):
 
     def read(self, name: str) -> Tensor:
         return self.inner.read(self._there[name])
+
+    def release(self, name: str) -> None:
+        self.inner.release(self._there[name])

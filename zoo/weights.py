@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.checkpoint import Checkpoint, CheckpointError
-from zoo.components.contracts import Linear
+from zoo.components.contracts import Linear, Prepared
 from zoo.components.spec import Child, Spec, TensorInfo
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
@@ -217,8 +217,12 @@ def fill_module(module: nn.Module, infos: Mapping[str, TensorInfo], table: Itera
     kinds = {n: getattr(torch, t.dtype) for n, t in infos.items() if t.dtype}
     for entry in table:
         where = f"{checkpoint.reference}: {', '.join(entry.theirs)}"
-        for name, tensor in zip(entry.ours, changed(entry, [checkpoint.read(n) for n in entry.theirs], where), strict=True):
-            place(module, name, tensor, kinds.get(name, dtype), device, where)
+        read = [checkpoint.read(n) for n in entry.theirs]
+        tensors = zip(entry.ours, changed(entry, read, where), strict=True)
+        kept = [place(module, n, t, kinds.get(n, dtype), device, where, keep=checkpoint.private) for n, t in tensors]
+        if not any(kept):
+            for name in entry.theirs:
+                checkpoint.release(name)
 
 
 def changed(entry: Entry, tensors: Tensors, where: str) -> Tensors:
@@ -237,8 +241,11 @@ def changed(entry: Entry, tensors: Tensors, where: str) -> Tensors:
     return found
 
 
-def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, where: str) -> None:
-    """Put one tensor into the model under its name, cast to ``dtype`` unless the slot has a dtype of its own."""
+def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, where: str, *, keep: bool) -> bool:
+    """Put one tensor into the model under its name, cast to ``dtype`` unless the slot has a dtype of its own.
+
+    keep: the tensor itself may become the model's, which spares a copy where it is as the model holds it. Returns whether it did.
+    """
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     old = module._parameters.get(leaf)
@@ -251,11 +258,21 @@ def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, devic
             f"{where}: {tensor.dtype} where the model's {name} has floats; a quantized checkpoint needs quantization_config"
         )
     kind = dtype if old is not None else slot.dtype
-    tensor = tensor.to(device=device, dtype=kind, copy=True)  # one copy straight from the mapped file to its place
+    kept = keep and tensor.dtype == kind and tensor.device == device and tensor.is_contiguous() and not rearranged(model, name, tensor)
+    if not kept:
+        tensor = tensor.to(device=device, dtype=kind, copy=True)  # straight from the mapped file to its place
     if leaf in module._parameters:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         module._buffers[leaf] = tensor
+    return kept
+
+
+def rearranged(model: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Whether a module that holds a tensor, or one around it, will change how it lies in memory."""
+    steps = name.split(".")
+    around = (model.get_submodule(".".join(steps[:i])) for i in range(len(steps)))
+    return any(isinstance(module, Prepared) and module.rearranges(tensor) for module in around)
 
 
 def materialize(model: Model, prefix: str) -> None:

@@ -21,8 +21,18 @@ class Wrapped(Checkpoint):
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self.inner.tensors()
 
+    @property
+    def private(self) -> bool:
+        return self.inner.private
+
     def read(self, name: str) -> Tensor:
         return self.inner.read(name)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.inner.holds(tensor)
+
+    def release(self, name: str) -> None:
+        self.inner.release(name)
 
     @property
     def tokenizer(self) -> Any:

@@ -10,7 +10,7 @@ from zoo.components.contracts.feed_forward import MLP, Chained, Experts, Experts
 from zoo.components.contracts.model import Embed, Head, HeadModule, Wiring
 from zoo.components.contracts.position import Position, PositionEmbedding, PositionModule, RopeScaling
 from zoo.components.contracts.step import Slot, Step
-from zoo.components.contracts.weights import Linear, Norm, Prepared, StoredLinear, attach
+from zoo.components.contracts.weights import Linear, Norm, Prepared, StoredLinear, attach, unfilled
 from zoo.components.cost import Call
 
 __all__ = [
@@ -50,4 +50,5 @@ __all__ = [
     "Wiring",
     "attach",
     "identity",
+    "unfilled",
 ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zoo.components.contracts._declare import declare
 from zoo.components.cost import Call
@@ -36,6 +39,10 @@ class Prepared(nn.Module):
     def prepare(self) -> None:
         """Take the layout that is fastest on the device."""
         raise NotImplementedError
+
+    def rearranges(self, tensor: Tensor) -> bool:
+        """Whether ``prepare`` may give a tensor of this module, or of one inside it, another layout."""
+        return True
 
 
 class StoredLinear(Prepared):
@@ -66,6 +73,25 @@ class Norm(Spec):
 
     @abstractmethod
     def build(self, width: int) -> nn.Module: ...
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """Modules built in here lie on the meta device, without first values: weights are to be put in their place.
+
+    Drawing them there costs no memory, but torch draws some by way of its compiler, which takes seconds to import.
+    """
+    with torch.device("meta"), _NoFirstValues():
+        yield
+
+
+class _NoFirstValues(TorchFunctionMode):
+    """Passes over the calls of torch.nn.init."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def attach(module: nn.Module, children: Mapping[str, Child]) -> None:

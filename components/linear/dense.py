@@ -60,15 +60,14 @@ class DenseLinear(nn.Linear, Prepared):
         if weight.device.type == "meta" or weight.untyped_storage().nbytes() != weight.nbytes:
             return  # a view of something larger (stacked experts) stays where it is
         self.prepared = True
-        if self._wants_columns():
+        if self.rearranges(weight):
             weight.data = weight.data.t().contiguous().t()
         else:
             weight.data = weight.data.contiguous()
 
-    def _wants_columns(self) -> bool:
-        weight = self.weight
-        suits = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
-        return suits and weight.numel() >= SMALL and self.in_features % PARTS == 0
+    def rearranges(self, tensor: Tensor) -> bool:
+        suits = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and torch.backends.mkl.is_available()
+        return suits and tensor.numel() >= SMALL and self.in_features % PARTS == 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DenseLinear:
         super()._apply(fn, recurse)
