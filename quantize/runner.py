@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zoo.components.contracts import NoCache, Prepared, Step, StoredLinear, unfilled
 from zoo.components.spec import dump
 from zoo.installed import version
-from zoo.loading import set_storage
+from zoo.storages import set_storage
 from zoo.model import Model
 from zoo.quantize.calibration import Calibration, windows
 from zoo.quantize.capture import second_moments

@@ -24,7 +24,9 @@ __version__ = "0.1.0"
 
 registry.declare("family", "zoo.families", "how a checkpoint's config and names map to a spec")
 registry.declare("packed_matmul", "zoo.components.ops.packed_matmul", "how weights of few bits are held in memory and multiplied")
+registry.declare("float_matmul", "zoo.components.ops.float_matmul", "how weights that are few-bit floats are multiplied")
 registry.declare("quantizer", "zoo.quantize.methods", "how weights are rounded to few bits")
+registry.declare("transform", "zoo.quantize.transforms", "what is done to weights before they are rounded, their function kept")
 registry.declare("conversion", "zoo.conversions", "how one kind of part becomes another, weights included")
 registry.declare("format", "zoo.quantize.formats", "how quantized weights lie on disk")
 

@@ -46,13 +46,13 @@ def _find(model: str | Path | Mapping[str, Any] | ModelSpec) -> ModelSpec:
 def checkpoint_spec(reference: str | Path) -> ModelSpec:
     """The spec that a checkpoint's config declares; no weights are read."""
     from zoo.checkpoint import open_checkpoint, read_config
-    from zoo.dequantized import dequantized
     from zoo.family import family_for
     from zoo.loading import read_spec
+    from zoo.storages import readable
 
     config, tensors = read_config(reference), None
     if "quantization_config" in config:
-        checkpoint = dequantized(open_checkpoint(reference))
+        checkpoint = readable(open_checkpoint(reference))
         config, tensors = checkpoint.config, checkpoint.tensors()
     return read_spec(family_for(config, str(reference)), config, str(reference), tensors=tensors)[0]
 

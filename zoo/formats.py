@@ -7,16 +7,19 @@ nothing of models. ``zoo.load`` and ``zoo.save`` ask the registry for the format
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import regex  # unlike re, it can be told to give up
+import torch
 from torch import Tensor
 
 from zoo.components.contracts import Linear
 from zoo.components.spec import Spec, TensorInfo
 
 T = TypeVar("T")
+SECONDS = 0.25  # for one expression of a stranger's file on one name; honest ones take microseconds
 JSON = {Mapping: "an object", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 
 
@@ -29,6 +32,10 @@ class Format(Spec):
 
     family: ClassVar[str] = "format"
     method: ClassVar[str] = ""
+
+    def answers(self, config: Mapping[str, Any]) -> bool:
+        """Whether a quantization_config is one of this format; several formats may share a ``quant_method``."""
+        return config.get("quant_method") == self.method
 
     @abstractmethod
     def storage(self, config: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Linear | None:
@@ -57,6 +64,27 @@ class Format(Spec):
     @abstractmethod
     def config(self, storages: Mapping[str, Linear]) -> dict[str, Any]:
         """The quantization_config for a model whose linear modules (by disk name, all of them) have these storages."""
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], *, floats: Sequence[str] = ("scales",)) -> None:
+    """Raise ValueError for a tensor on disk of another shape, and for one that is not int32 where it is none of ``floats``."""
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            given = list(tensors[name].shape)
+            raise ValueError(f"{name} is {given}, it must be {list(shape)}; quantization_config says how many bits and groups there are")
+        if name not in floats and tensors[name].dtype != torch.int32:
+            raise ValueError(f"{name} is {str(tensors[name].dtype).removeprefix('torch.')}, it must be int32")
+
+
+def expression(pattern: str, module: str, place: str) -> bool:
+    """Whether a stranger's regular expression matches a module's name from its start. Raises ValueError for one that is none, or slow."""
+    try:
+        return regex.match(pattern, module, timeout=SECONDS) is not None
+    except TimeoutError:
+        slow = f"takes more than {SECONDS} seconds to match {module}"
+        raise ValueError(f"{place}: an expression ({pattern!r:.60}) {slow}; write a simpler one") from None
+    except regex.error as e:
+        raise ValueError(f"{place}: {pattern!r:.60} is no regular expression ({e})") from None
 
 
 def member(data: Mapping[str, Any], name: str, kind: type[T], default: T, place: str) -> T:

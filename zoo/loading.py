@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import warnings
@@ -12,21 +11,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from zoo.components import registry
-from zoo.components.contracts import Linear, Prepared, unfilled
+from zoo.components.contracts import Prepared, unfilled
 from zoo.components.spec import Spec, SpecError, TensorInfo, check, dump, override
 from zoo.components.spec import load as load_spec
-from zoo.dequantized import METHODS, dequantized
+from zoo.dequantized import Dequantized
 from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 from zoo.renamed import Renamed
-from zoo.weights import Entry, below, check_names, entries, fill, linear_names, linears
+from zoo.storages import Quantized, format_for, idle_bias, packed_modules, plain_spec, quantized_spec, readable
+from zoo.weights import Entry, below, check_names, entries, fill
 
 GIB = 1 << 30
 MOST_LAYERS, MOST_EXPERTS = 2_000, 50_000  # of a model
@@ -98,24 +98,31 @@ class Source:
 
 
 def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu",
-         override: Sequence[str] = (), lazy: bool = False) -> Model:  # fmt: skip
+         override: Sequence[str] = (), lazy: bool = False, quantized: Quantized = "keep") -> Model:  # fmt: skip
     """A model with its weights.
 
     reference: a local folder, a .gguf file, ``package:NAME/FILE``, or a hub id with optional ``@revision``. dtype: of the weights;
     "auto" is the checkpoint's own. override: one-line edits of the spec, as ``layers.*.mixer.kernel=eager``. lazy: leave the tensors
-    on the meta device; ``zoo.weights.materialize`` loads them part by part.
+    on the meta device; ``zoo.weights.materialize`` loads them part by part. quantized: what becomes of quantized weights: they stay
+    packed as in the files, or are read as plain ones of ``dtype`` ("dequantize"), as those are whose format has no packed storage here.
 
     Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
     NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are NaN or infinite; of a
     large tensor that stays as it lies in its file, which is then read when it is used, only the beginning is looked at.
     """
-    checkpoint = dequantized(open_checkpoint(reference))
+    if quantized not in get_args(Quantized):
+        raise ValueError(f"quantized={quantized!r} is no choice{registry.nearest(str(quantized), get_args(Quantized))}")
+    checkpoint = readable(open_checkpoint(reference), quantized)
     family = family_for(checkpoint.config, checkpoint.reference)
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
     spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
     checkpoint = Renamed(checkpoint, family.known_as(checkpoint.tensors(), spec))
+    if quantized == "dequantize" and format is not None:
+        checkpoint = Dequantized(checkpoint, packed_modules(spec, family, format, checkpoint))
+        spec, format = plain_spec(spec), None
     table = entries(spec, family.rules_for(spec, checkpoint.tensors()), format)
-    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name))
+    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name)
+                or idle_bias(checkpoint, name))  # fmt: skip
     if not lazy:
         check_memory(spec, kind, place, checkpoint.reference)
     with unfilled():
@@ -226,56 +233,6 @@ def check_experts(spec: ModelSpec, tensors: Mapping[str, TensorInfo] | None) -> 
         raise ValueError(f"the layers have {sum(counts):,} experts together, a model has at most {MOST_EXPERTS:,}")
     if isinstance(spec.width, int) and sum(counts) * spec.width > 32 * values:
         raise ValueError(f"{sum(counts):,} experts of width {spec.width} are more than the files can hold, which have {values:,} values")
-
-
-def format_for(quantization: Any) -> Format:
-    """The format part that answers to a quantization_config's ``quant_method``. Raises ValueError listing the supported ones."""
-    formats = {f.method: f for f in (p.spec() for p in registry.parts("format")) if isinstance(f, Format)}
-    known = f"supported quant_method: {', '.join(sorted([*formats, *METHODS]))}"
-    if not isinstance(quantization, Mapping):
-        raise ValueError(f"quantization_config must be an object, it is a {type(quantization).__name__} ({quantization!r:.60}); {known}")
-    method = quantization.get("quant_method")
-    if method is None:
-        raise ValueError(f"quantization_config has no quant_method; {known}; without quantized weights leave the whole field out")
-    if not isinstance(method, str) or method not in formats:
-        raise ValueError(f"quantization_config.quant_method: {method!r:.60} is not supported; {known}")
-    return formats[method]
-
-
-def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any],
-                   stored: Mapping[str, TensorInfo]) -> ModelSpec:  # fmt: skip
-    """The spec with the storage that the quantization config gives each linear module."""
-    names = linear_names(entries(spec, family.rules(spec)))
-    tensors: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in stored.items():
-        module, _, leaf = name.rpartition(".")
-        tensors.setdefault(module, {})[leaf] = info
-    tie = spec.head.tie()
-    for path, child in list(linears(spec)):
-        if tie and path == f"head.{tie[0].removesuffix('.weight')}":
-            continue
-        name = names.get(path, path)  # modules that share a tensor on disk are packed under their own names
-        storage = format.storage(quantization, name, tensors.get(name, {}))
-        if storage is not None:
-            wrong = [f"{field}: {why}" for field, why in storage.problems(*child.at)]
-            if wrong:
-                raise ValueError(f"quantization_config does not fit {name}: {'; '.join(wrong)}")
-            spec = set_storage(spec, path, storage)
-    return spec
-
-
-def set_storage(spec: ModelSpec, path: str, storage: Linear) -> ModelSpec:
-    """The spec with one linear part replaced; ``path`` is its module path, which is also its place in the spec."""
-    return _set(spec, path.split("."), storage)
-
-
-def _set(node: Any, path: list[str], value: Spec) -> Any:
-    if not path:
-        return value
-    if isinstance(node, tuple):
-        i = int(path[0])
-        return (*node[:i], _set(node[i], path[1:], value), *node[i + 1 :])
-    return dataclasses.replace(node, **{path[0]: _set(getattr(node, path[0]), path[1:], value)})
 
 
 def tied_copy(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint, name: str) -> bool:

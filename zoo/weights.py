@@ -21,6 +21,7 @@ from zoo.model import Model, ModelSpec
 
 Tensors = list[Tensor]
 NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")  # of a layer or an expert, in a name
+ALIGNMENT = 64  # bytes, of what torch allocates on the CPU
 LONGEST = 120  # characters of a name in a message
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -133,7 +134,7 @@ def _packed_entry(path: str, child: Child, names: dict[str, str], format: Format
         raise CheckpointError(f"{path} is stored as {storage.name}, which needs a quantized checkpoint format")
     inputs, outputs, bias = child.at
     theirs = format.disk_names(storage, bool(bias))
-    ours = list(storage.own_tensors(*child.at))
+    ours = list(storage.tensors(*child.at))
 
     def decode(tensors: Tensors) -> Tensors:
         found = format.decode(storage, dict(zip(theirs, tensors, strict=True)), inputs, outputs)
@@ -258,7 +259,8 @@ def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, devic
             f"{where}: {tensor.dtype} where the model's {name} has floats; a quantized checkpoint needs quantization_config"
         )
     kind = dtype if old is not None else slot.dtype
-    kept = keep and tensor.dtype == kind and tensor.device == device and tensor.is_contiguous() and not rearranged(model, name, tensor)
+    same = tensor.dtype == kind and tensor.device == device and tensor.is_contiguous()
+    kept = keep and same and aligned(tensor) and not rearranged(model, name, tensor)
     if not kept:
         tensor = tensor.to(device=device, dtype=kind, copy=True)  # straight from the mapped file to its place
     if leaf in module._parameters:
@@ -266,6 +268,11 @@ def place(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, devic
     else:
         module._buffers[leaf] = tensor
     return kept
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether products come out to the bit as with a tensor of torch's own: those in 32 bits sum in another order from odd addresses."""
+    return tensor.itemsize < 4 or tensor.data_ptr() % ALIGNMENT == 0
 
 
 def rearranged(model: nn.Module, name: str, tensor: Tensor) -> bool:

@@ -26,13 +26,15 @@ class PackedInt(Linear):
     """Integers of few bits with a scale per group, (code - zero) * scale.
 
     group_size: inputs that share a scale, None: one scale per output. symmetric: the zero is the middle code, else one is stored per
-    group. scale_dtype: None is bfloat16 for groups and float32 per output. matmul: the product, None is the fastest that accepts.
+    group. scale_dtype: None is bfloat16 for groups and float32 per output. scattered: the inputs of a group need not be
+    neighbours; each names its group (GPTQ's act-order by index). matmul: the product, None is the fastest that accepts.
     """
 
     bits: Literal[2, 3, 4, 5, 6, 7, 8] = 4
     group_size: int | None = None
     symmetric: bool = True
     scale_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    scattered: bool = False
     matmul: PackedMatmul | None = None
 
     @property
@@ -43,6 +45,8 @@ class PackedInt(Linear):
     def problems(self, inputs: int, outputs: int, bias: bool) -> Iterator[tuple[str, str]]:
         if self.group_size is not None and (self.group_size < 1 or inputs % self.group_size):
             yield "group_size", f"{inputs} inputs do not divide into groups of {self.group_size}"
+        if self.scattered and self.group_size is None:
+            yield "scattered", "there is one group, so no input can be in another; give a group_size"
 
     def own_tensors(self, inputs: int, outputs: int, bias: bool) -> dict[str, TensorInfo]:
         groups = self.grid.groups(inputs)
@@ -52,6 +56,8 @@ class PackedInt(Linear):
         }
         if not self.symmetric:
             held["zero"] = TensorInfo((integer.packed_size(outputs, self.bits), groups), "int32")
+        if self.scattered:
+            held["group_index"] = TensorInfo((inputs,), "int32")
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
 
     def build(self, inputs: int, outputs: int, bias: bool) -> PackedLinear:
@@ -75,7 +81,7 @@ class PackedLinear(StoredLinear):
     def __init__(self, spec: PackedInt, inputs: int, outputs: int, bias: bool):
         super().__init__()
         self.spec, self.inputs, self.outputs = spec, inputs, outputs
-        self.form = Form(spec.grid, inputs, outputs)
+        self.form = Form(spec.grid, inputs, outputs, spec.scattered)
         self.matmul: PackedMatmul = CANONICAL
         tensors = spec.own_tensors(inputs, outputs, bias)
         self._keep({n: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for n, t in tensors.items() if t.dtype})

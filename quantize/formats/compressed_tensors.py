@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import regex  # unlike re, it can be told to give up
 import torch
 from torch import Tensor
 
@@ -14,14 +13,13 @@ from zoo.components.contracts import Linear
 from zoo.components.linear.packed_int import PackedInt
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo, load
-from zoo.formats import Format, member, words
+from zoo.formats import Format, expression, member, words
 
 NAMES = {"packed": "weight_packed", "scale": "weight_scale", "zero": "weight_zero_point", "bias": "bias"}
 PLACE = "quantization_config"
 SHAPE = "weight_shape"
 INDEX = "weight_g_idx"
 PACKED = "pack-quantized"
-SECONDS = 0.25  # for one expression of a stranger's file on one name; honest ones take microseconds
 UNSUPPORTED = ("kv_cache_scheme", "transform_config", "sparsity_config")
 
 
@@ -72,7 +70,9 @@ class CompressedTensors(Format):
         return {NAMES[n]: t for n, t in tensors.items()} | {SHAPE: torch.tensor([outputs, inputs])}
 
     def accepts(self, storage: Linear) -> list[str]:
-        return [] if isinstance(storage, PackedInt) else [f"pack-quantized holds packed_int, not {storage.name}"]
+        if not isinstance(storage, PackedInt):
+            return [f"pack-quantized holds packed_int, not {storage.name}"]
+        return ["pack-quantized holds groups of neighbouring inputs; write gptq_v2"] if storage.scattered else []
 
     def config(self, storages: Mapping[str, Linear]) -> dict[str, Any]:
         """One group per kind of storage. The most frequent one targets all linears, the others name their modules."""
@@ -164,11 +164,5 @@ def _refusals(group: Mapping[str, Any], weights: Mapping[str, Any], format: Any)
 def _match(module: str, targets: Iterable[str], place: str) -> str | None:
     """The target that holds for a linear module: its whole name, else the first expression (``re:``) in order, else its class."""
     ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
-    try:
-        by_name = [t for t in ordered if t == module or (t.startswith("re:") and regex.match(t[3:], module, timeout=SECONDS))]
-    except TimeoutError:
-        raise ValueError(f"{place}: an expression (re:) takes more than {SECONDS} seconds to match {module}; write a simpler one") from None
-    except regex.error as e:
-        wrong = e.pattern  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
-        raise ValueError(f"{place}: {wrong!r:.60} is no regular expression ({e})") from None
-    return next(iter(by_name), "Linear" if "Linear" in ordered else None)
+    by_name = (t for t in ordered if t == module or (t.startswith("re:") and expression(t[3:], module, place)))
+    return next(by_name, "Linear" if "Linear" in ordered else None)

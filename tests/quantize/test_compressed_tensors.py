@@ -20,9 +20,9 @@ from zoo.components.linear.packed_int import PackedInt
 from zoo.components.numerics import integer
 from zoo.components.ops.packed_matmul.reference import Reference
 from zoo.components.spec import TensorInfo
-from zoo.loading import format_for
 from zoo.quantize import quantize, verify
 from zoo.quantize.formats.compressed_tensors import CompressedTensors
+from zoo.storages import format_for
 
 FORMAT = CompressedTensors()
 STORAGES = [PackedInt(bits=b, group_size=g, symmetric=s) for b, g, s in product((2, 3, 4, 5, 8), (None, 32), (True, False))]

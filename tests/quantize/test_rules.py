@@ -97,7 +97,7 @@ def test_quantized_modules_are_refused() -> None:
     data: dict[str, Any] = {"name": "packed_int", "group_size": 32}
     from zoo.components.contracts import Linear
     from zoo.components.spec import load
-    from zoo.loading import set_storage
+    from zoo.storages import set_storage
 
     spec = set_storage(model.spec, "layers.1.mlp.up", load(Linear, data))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up: is quantized already \(packed_int\)"):

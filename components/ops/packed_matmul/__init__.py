@@ -1,7 +1,8 @@
 """Products with weights of few bits. An implementation is a memory layout and what is computed on it.
 
 The canonical layout is that of compressed-tensors' ``pack-quantized``: ``packed`` [N, ceil(K * bits / 32)] int32, ``scale`` [N, G],
-and for asymmetric grids ``zero`` [ceil(N * bits / 32), G] int32 (see ``numerics/integer.py``; N outputs, K inputs, G groups of K).
+and for asymmetric grids ``zero`` [ceil(N * bits / 32), G] int32 (see ``numerics/integer.py``; N outputs, K inputs, G groups of K), for
+scattered ones ``group_index`` [K] int32, the group of each input.
 Every layout converts to and from it to the bit, so a checkpoint never depends on the machine that wrote it.
 """
 
@@ -25,11 +26,12 @@ Layout = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """A packed weight [outputs, inputs] as an implementation must know it before it is made."""
+    """A packed weight [outputs, inputs] as an implementation must know it before it is made. scattered: it has a ``group_index``."""
 
     grid: Grid
     inputs: int
     outputs: int
+    scattered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

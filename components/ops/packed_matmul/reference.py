@@ -31,8 +31,11 @@ class Reference(PackedMatmul):
         return by_dense(self.dense(form, layout, x.dtype), x)
 
     def dense(self, form: Form, layout: Layout, dtype: torch.dtype) -> Tensor:
-        codes = integer.unpack(layout["packed"], form.grid.bits, form.inputs)
-        return integer.dequantize(codes, layout["scale"], zeros(form, layout), dtype)
+        codes, scale, zero = integer.unpack(layout["packed"], form.grid.bits, form.inputs), layout["scale"], zeros(form, layout)
+        if form.scattered:  # every input has a scale of its own then
+            index = layout["group_index"].long()
+            scale, zero = scale[:, index], zero[:, index] if isinstance(zero, Tensor) else zero
+        return integer.dequantize(codes, scale, zero, dtype)
 
 
 def zeros(form: Form, canonical: Mapping[str, Tensor]) -> Tensor | int:

@@ -36,6 +36,7 @@ class TorchInt4(PackedMatmul):
             f"runs on the CPU only, not on {device.type}": device.type != "cpu",
             f"holds up to 4 bits, not {grid.bits}": grid.bits > 4,
             f"needs groups of {', '.join(map(str, GROUPS))}, not {grid.group_size}": grid.group_size not in GROUPS,
+            "needs groups of neighbouring inputs": form.scattered,
             f"needs bfloat16 scales, not {grid.scale_dtype}": grid.scale_dtype != torch.bfloat16,
             f"does not know the order in which this CPU packs {form.outputs} outputs": not _block() or form.outputs % _block() != 0,
         }

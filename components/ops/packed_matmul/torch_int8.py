@@ -30,6 +30,7 @@ class TorchInt8(PackedMatmul):
     def refuses(self, form: Form, device: torch.device) -> list[str]:
         facts = {
             f"runs on the CPU only, not on {device.type}": device.type != "cpu",
+            "needs groups of neighbouring inputs": form.scattered,
             "needs a symmetric grid": not form.grid.symmetric,
             f"needs one scale per output, not groups of {form.grid.group_size}": form.grid.groups(form.inputs) != 1,
             f"needs inputs in multiples of {LANES}, not {form.inputs}": form.inputs % LANES != 0,
