@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.components.ops.error_feedback import round_run
 from zoo.components.registry import part
 from zoo.quantize.contracts import IntegerQuantizer, Quantized, Quantizer
 from zoo.quantize.methods.rtn import RTN
@@ -48,7 +49,7 @@ class GPTQ(IntegerQuantizer):
         matrix.diagonal()[dead] = 1
         weight = weight.masked_fill(dead, 0)
         order = self._order(matrix.diagonal())
-        factor, facts = inverse_factor(matrix[order][:, order], self.damping)
+        factor, facts = inverse_factor(matrix[order][:, order] if self.act_order else matrix, self.damping)
         if factor is None:
             return self._fallback(weight, "not factored")
         codes, scale, zero = self._round(weight, factor, order)
@@ -64,17 +65,14 @@ class GPTQ(IntegerQuantizer):
 
     def _round(self, weight: Tensor, factor: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [N, K], scale and zero [N, G] for a weight [N, K] in its own order."""
-        groups, top = Groups(self, weight), self.storage.grid.top
-        diagonal, places = factor.diagonal().tolist(), order.tolist()
-        left = weight.t()[order].contiguous()
+        groups, top = Groups(self, weight, order), self.storage.grid.top
+        left = weight.t()[order].contiguous() if self.act_order else weight.t().contiguous()
         for start, stop in blocks(len(left), None if groups.fixed else groups.size):
             error = torch.empty_like(left[start:stop])
-            for i in range(start, stop):
-                scale, zero = groups.at(places[i], left[i:])
-                code = (left[i] / scale).round_().add_(zero).clamp_(0, top)
-                error[i - start] = (left[i] - (code - zero).mul_(scale)).div_(diagonal[i])
-                left[i] = code
-                left[i + 1 : stop].addr_(factor[i, i + 1 : stop], error[i - start], alpha=-1)
+            for first, last in groups.runs(start, stop):
+                scale, zero = groups.at(first, last, left[first:])
+                count = last - first
+                error[first - start : last - start] = round_run(left[first:stop], factor[first:stop, first:stop], scale, zero, count, top)
             left[stop:].addmm_(factor[start:stop, stop:].t(), error, alpha=-1)
         codes = torch.empty_like(left, dtype=torch.uint8).index_copy_(0, order, left.to(torch.uint8))
         return codes.t().contiguous(), *groups.stored()
@@ -86,8 +84,8 @@ class Groups:
     fixed: fitted before. size: inputs of a group.
     """
 
-    def __init__(self, spec: GPTQ, weight: Tensor):
-        self.spec, self.grid = spec, spec.storage.grid
+    def __init__(self, spec: GPTQ, weight: Tensor, order: Tensor):
+        self.spec, self.grid, self.order = spec, spec.storage.grid, order
         self.size = self.grid.group_size or weight.shape[1]
         self.fixed = spec.act_order or self.grid.group_size is None
         self.scale = weight.new_empty(self.grid.groups(weight.shape[1]), len(weight))  # [G, N], values of the stored dtype
@@ -95,12 +93,21 @@ class Groups:
         if self.fixed:
             self._fit(slice(None), weight)
 
-    def at(self, i: int, left: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero [N] for input i. left [.., N]: the weights from this input on, corrected so far."""
-        group = i // self.size
-        if i % self.size == 0 and not self.fixed:
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Runs of inputs of a block whose grids are known once the first is arrived at."""
+        size = BLOCK if self.fixed else min(self.size, BLOCK)
+        for first in range(start, stop, size):
+            yield first, min(first + size, stop)
+
+    def at(self, first: int, last: int, left: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and zeros of a run of inputs, [1, N] where they share one. left [.., N]: the weights from there on, corrected so far."""
+        if self.fixed:
+            group = self.order[first:last] // self.size
+            return (self.scale[group], self.zero[group]) if len(self.scale) > 1 else (self.scale, self.zero)
+        group = first // self.size
+        if first % self.size == 0:
             self._fit(slice(group, group + 1), left[: self.size].t())
-        return self.scale[group], self.zero[group]
+        return self.scale[group : group + 1], self.zero[group : group + 1]
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """Scale and zero [N, G] in their dtypes."""
@@ -126,7 +133,7 @@ def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, dict[
     mean = matrix.diagonal().mean()
     for share in (damping, *(step for step in LADDER if step > damping)):
         for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
-            damped = matrix.to(dtype, copy=True)
+            damped = matrix.to(dtype).flip(0, 1)
             damped.diagonal().add_(share * mean)
             factor = _inverse_factor(damped)
             if factor is not None:
@@ -134,14 +141,13 @@ def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, dict[
     return None, {}
 
 
-def _inverse_factor(matrix: Tensor) -> Tensor | None:
-    """U, upper triangular, with U^T U = matrix^-1: the inverse of W, upper triangular, with W W^T = matrix.
-
-    W is the Cholesky factor of the matrix in reversed order, itself reversed.
+def _inverse_factor(backwards: Tensor) -> Tensor | None:
+    """U, upper triangular, with U^T U = matrix^-1, of a matrix whose order is reversed: the inverse of W, upper triangular, with
+    W W^T = matrix, which is the Cholesky factor of the reversed matrix, itself reversed.
     """
-    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+    lower, failed = torch.linalg.cholesky_ex(backwards)
     if failed:
         return None
-    one = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    upper = torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True)
-    return upper if upper.isfinite().all() else None
+    upper = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    torch.linalg.solve_triangular(lower.flip(0, 1), upper, upper=True, out=upper)  # in place: the matrix may take a gigabyte
+    return upper if bool(upper.sum().isfinite()) else None
