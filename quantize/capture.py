@@ -1,14 +1,17 @@
-"""Second moments of module inputs, caught while calibration data passes through a layer."""
+"""What passes between the modules of a layer, caught while calibration data runs through it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from zoo.components.contracts import ExpertsModule, Routing
+from zoo.quantize.stats.channels import ChannelSizes
 from zoo.quantize.stats.hessian import Hessian
 
 
@@ -68,3 +71,61 @@ def second_moments(modules: Mapping[str, nn.Module], passes: Iterable[Callable[[
         for forward in passes:
             catcher.run(forward)
     return catcher.hessians
+
+
+def channel_sizes(inputs: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module],
+                  passes: Iterable[Callable[[], Any]]) -> dict[str, ChannelSizes]:  # fmt: skip
+    """Run the passes and gather the sizes of some modules' inputs and of others' outputs, by name. Modules never called are left out."""
+    found: dict[str, ChannelSizes] = {}
+
+    def see(name: str, x: Tensor) -> None:
+        found.setdefault(name, ChannelSizes(x.shape[-1], x.device)).update(x)
+
+    def see_input(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        see(name, args[0])
+
+    def see_output(name: str, _: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        see(name, y)
+
+    with ExitStack() as stack:
+        for name, module in inputs.items():
+            stack.callback(module.register_forward_pre_hook(partial(see_input, name)).remove)
+        for name, module in outputs.items():
+            stack.callback(module.register_forward_hook(partial(see_output, name)).remove)
+        for forward in passes:
+            forward()
+    return found
+
+
+def calls(module: nn.Module, passes: Iterable[Callable[[], Any]]) -> list[tuple[Any, ...]]:
+    """The arguments that a module is called with, one call a pass; what follows the call is not computed."""
+    seen: list[tuple[Any, ...]] = []
+
+    def catch(_: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(args)
+        raise _Enough
+
+    with ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(catch).remove)
+        for forward in passes:
+            with suppress(_Enough):
+                forward()
+    return seen
+
+
+@contextmanager
+def every_expert(module: nn.Module) -> Iterator[None]:
+    """Within this, every expert of the mixtures in a module runs on every token. Outputs stay: what no token chose counts with weight 0."""
+
+    def widen(_: nn.Module, args: tuple[Tensor, Routing, nn.ModuleList]) -> tuple[Tensor, Routing, nn.ModuleList]:
+        x, routing, experts = args
+        chosen = routing.experts >= 0
+        weights = torch.zeros_like(routing.logits, dtype=routing.weights.dtype)
+        weights.scatter_add_(1, routing.experts.clamp(min=0), routing.weights * chosen)
+        everyone = torch.arange(routing.count, device=x.device).expand_as(weights)
+        return x, routing._replace(weights=weights, experts=everyone, whole=True), experts
+
+    with ExitStack() as stack:
+        for dispatch in (m for m in module.modules() if isinstance(m, ExpertsModule)):
+            stack.callback(dispatch.register_forward_pre_hook(widen).remove)
+        yield

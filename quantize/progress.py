@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(total: int, done: int, enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with a few words after each stage. done: stages finished by an earlier run."""
+def progress(total: int, done: int, enabled: bool, cost: str) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with a few words after each stage. done: stages finished by an earlier run. cost: said before."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True, quiet=not enabled)
+    left_over = f", {done} of {total} stages are done already" if done else ""
+    console.print(f"quantizing takes {cost}{left_over}", highlight=False, soft_wrap=True)
     if console.is_terminal:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, disable=not enabled) as bar:

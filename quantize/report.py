@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from zoo.quantize.budget import Budget
+
 
 @dataclass(frozen=True)
 class Row:
@@ -32,13 +34,27 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a transform did at one place (path of the module whose outputs it changed), or why nothing (``skipped``)."""
+
+    transform: str
+    place: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Report:
-    """rows: the quantized modules in the order of the model. kept: linear modules left as they were. settings: of the whole run."""
+    """rows: the quantized modules in the order of the model. kept: linear modules left as they were. settings: of the whole run.
+
+    changes: what transforms did before. budget: how widths were chosen, where they were.
+    """
 
     rows: tuple[Row, ...]
     kept: tuple[str, ...]
     settings: dict[str, Any]
     seconds: float
+    changes: tuple[Change, ...] = ()
+    budget: Budget | None = None
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -56,8 +72,10 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: settings, totals, rows, kept."""
-        return {"settings": self.settings, "totals": self.totals, "rows": [asdict(r) for r in self.rows], "kept": list(self.kept)}
+        """Plain data: settings, totals, rows, kept, changes, budget."""
+        rows, changes = ([asdict(r) for r in found] for found in (self.rows, self.changes))
+        return {"settings": self.settings, "totals": self.totals, "rows": rows, "kept": list(self.kept), "changes": changes,
+                "budget": self.budget and self.budget.to_dict()}  # fmt: skip
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"

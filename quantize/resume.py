@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from zoo.quantize.report import Change, Row
 
 FINGERPRINT, HIDDEN = "fingerprint.json", "hidden.safetensors"
 
@@ -45,21 +48,23 @@ class WorkDir:
                 return done
         return len(names)
 
-    def hidden(self, most: int) -> tuple[int, Tensor] | None:
+    def hidden(self, most: int) -> tuple[int, dict[str, Tensor]] | None:
         """The number of stages that the kept activations have left, and they; None where it is above ``most`` or there are none."""
         path = self.folder / HIDDEN
         stages = self._metadata(path, "stages")
-        return None if stages is None or stages > most else (stages, _read(path)[0]["hidden"])
+        return None if stages is None or stages > most else (stages, _read(path)[0])
 
-    def stage(self, name: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """The packed tensors (``module path.tensor name``) and the report rows of a finished stage."""
+    def stage(self, name: str) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[dict[str, Any]]]:
+        """A finished stage's tensors (``module path.tensor name``), its report rows and what transforms changed in it."""
         tensors, metadata = _read(self._path(name))
-        return tensors, json.loads(metadata["rows"])
+        return tensors, json.loads(metadata["rows"]), json.loads(metadata["changes"])
 
-    def store(self, name: str, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], hidden: Tensor, stages: int) -> None:
+    def store(self, name: str, tensors: Mapping[str, Tensor], rows: Sequence[Row], changes: Sequence[Change],
+              hidden: Mapping[str, Tensor], stages: int) -> None:  # fmt: skip
         """Record a stage, the ``stages``-th, and the activations that follow it (an empty tensor where there is no data)."""
-        _write(self._path(name), tensors, {"rows": json.dumps(rows)})
-        _write(self.folder / HIDDEN, {"hidden": hidden}, {"stages": str(stages)})
+        said = {"rows": json.dumps([asdict(row) for row in rows]), "changes": json.dumps([asdict(change) for change in changes])}
+        _write(self._path(name), tensors, said)
+        _write(self.folder / HIDDEN, hidden, {"stages": str(stages)})
 
     def _metadata(self, path: Path, field: str) -> Any:
         """What a file's metadata say, None where it is absent or, with a warning, where it is damaged."""

@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import yaml
 
 from zoo.components import registry
+from zoo.components.mlp.moe import MoE
 from zoo.components.spec import Child, SpecError, check, dump, load
-from zoo.model import ModelSpec
-from zoo.quantize.contracts import Quantizer
+from zoo.model import Model, ModelSpec
+from zoo.quantize.contracts import BlockwiseQuantizer, Quantizer
 from zoo.weights import linears
 
 KEEP = "keep"
-KEPT = ("embed.*", "head.*", "*router*")  # by default; a rule may quantize them all the same
+KEPT = ("embed.*", "head.*", "*router*", "*.kv_up", "*.kv_up.*")  # by default; a rule may quantize them all the same
 
 Settings = dict[str, Any]
 
@@ -54,6 +56,7 @@ def plan(spec: ModelSpec, method: Quantizer, rules: Sequence[str], names: Mappin
     parsed = [parse(rule, base) for rule in rules]
     modules = dict(linears(spec))
     _check_matches(parsed, modules, names)
+    parsed = [*(parse(rule, base) for rule in method.rules), *parsed]
     settings = {path: _settings(path, names.get(path), base, parsed) for path in modules}
     chosen = {path: load(Quantizer, s) for path, s in settings.items() if s is not None}
     if not chosen:
@@ -136,3 +139,54 @@ def _problems(spec: ModelSpec, path: str, child: Child, method: Quantizer) -> It
     elif child.spec.name != "dense":
         yield f"{path}: is quantized already ({child.spec.name})"
     yield from check(method.storage, *child.at, place=path)
+
+
+def shared_weights(model: Model, planned: ModelSpec, chosen: Mapping[str, Quantizer]) -> None:
+    """Raise ValueError, naming them, for modules to quantize whose weight in memory is another module's too, whatever the spec says.
+
+    planned: the spec to come, in which a head may have a weight of its own.
+    """
+    tie = model.spec.head.tie()
+    freed = f"head.{tie[0]}" if tie and not planned.head.tie() else None
+    seen: dict[tuple[int, torch.dtype, torch.Size], list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if not tensor.is_meta and tensor.numel() and name != freed:
+            seen.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape), []).append(name)
+    shared = [names for names in seen.values() if len(names) > 1 and any(n.removesuffix(".weight") in chosen for n in names)]
+    if shared:
+        raise ValueError(
+            "weights that several modules share cannot be quantized, each would store one of its own:\n  "
+            + "\n  ".join(" = ".join(names) for names in shared)
+            + "\nKeep all of them by rules, or give each its own copy first"
+        )
+
+
+def check_data(spec: ModelSpec, chosen: Mapping[str, Quantizer], settings: Mapping[str, Any], data: bool) -> None:
+    """Raise ValueError for settings that would change nothing, or that the model or its methods cannot follow. data: there is some."""
+    one_by_one = [m for m in chosen.values() if not isinstance(m, BlockwiseQuantizer)]
+    if settings["true_sequential"] and not data:
+        raise ValueError(f"{_named_in(chosen)} uses no data, so true_sequential changes nothing; leave it out, or give calibration")
+    if settings["true_sequential"] and not one_by_one:
+        raise ValueError(f"{_named_in(chosen)} quantizes the modules of a layer together, so true_sequential changes nothing; leave it out")
+    if settings["least_tokens"] < 0:
+        raise ValueError(f"least_tokens must not be negative, got {settings['least_tokens']}")
+    if settings["all_experts"]:
+        _check_all_experts(spec, data)
+    beyond = [path for path, m in chosen.items() if isinstance(m, BlockwiseQuantizer) and not path.startswith("layers.")]
+    if beyond:
+        raise ValueError(f"{', '.join(beyond)}: {_named_in(chosen)} fits layers; give it another method ('head.out={{name: gptq}}')")
+
+
+def _check_all_experts(spec: ModelSpec, data: bool) -> None:
+    mixtures = {f"layers.{i}.mlp": layer.mlp for i, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoE)}
+    if not mixtures or not data:
+        raise ValueError("all_experts changes nothing: " + ("no data is used" if mixtures else "the model has no experts"))
+    for path, mixture in mixtures.items():
+        if not mixture.dispatch.exact:
+            raise ValueError(f"all_experts: {path}.dispatch {mixture.dispatch.name} drops tokens; take another, as {path}.dispatch=grouped")
+        if getattr(mixture.router, "on_input", False):
+            raise ValueError(f"all_experts: {path}.router multiplies experts' inputs, and by nothing for tokens that did not choose them")
+
+
+def _named_in(chosen: Mapping[str, Quantizer]) -> str:
+    return " and ".join(dict.fromkeys(method.name for method in chosen.values()))

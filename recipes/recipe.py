@@ -14,7 +14,7 @@ from zoo import conversion
 from zoo.components.registry import nearest
 from zoo.components.spec import Spec, SpecError, load
 from zoo.declare import read_yaml
-from zoo.quantize.contracts import Quantizer
+from zoo.quantize.contracts import Quantizer, Transform
 
 LONGEST = 160  # bytes of a label: file systems allow 255 for a name, and hashes and endings follow it
 
@@ -22,13 +22,15 @@ LONGEST = 160  # bytes of a label: file systems allow 255 for a name, and hashes
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Spec):
     """What quantizers and conversions see. text: a file, None for the prose that ships with Python. samples: windows of ``length``
-    tokens.
+    tokens. least_tokens: an expert that saw fewer is rounded without data. all_experts: every token is shown to every expert.
     """
 
     samples: int = 32
     length: int = 512
     seed: int = 0
     text: str | None = None
+    least_tokens: int = 1
+    all_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,8 @@ class Measure(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(Spec):
-    """One row of the table: edits of the spec, conversions of trained parts, a quantizer with its rules per module, in that order.
+    """One row of the table: edits of the spec, conversions of trained parts, transforms and a quantizer with its rules per module, in
+    that order.
 
     convert: each as ``zoo.convert`` takes it. model, dtype: where they differ from the recipe's.
     """
@@ -122,6 +125,7 @@ class Variant(Spec):
     label: str
     override: tuple[str, ...] = ()
     convert: tuple[str | dict[str, Any], ...] = ()
+    transforms: tuple[Transform, ...] = ()
     quantizer: Quantizer | None = None
     rules: tuple[str, ...] = ()
     model: str | None = None
@@ -130,13 +134,14 @@ class Variant(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Spec):
-    """The first variant is the baseline of all comparisons."""
+    """The first variant is the baseline of all comparisons. offload: a folder for quantizers' activations, None: memory."""
 
     model: str
     variants: tuple[Variant, ...]
     about: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
+    offload: str | None = None
     calibration: Calibration = Calibration()
     measure: Measure = Measure()
 
@@ -155,6 +160,10 @@ class Recipe(Spec):
             yield from ((f"variants.{i}.convert.{j}", why) for j, to in enumerate(variant.convert) for why in conversion.mistakes(to))
             if variant.rules and variant.quantizer is None:
                 yield f"variants.{i}.rules", "rules need a quantizer"
+            if variant.transforms and variant.quantizer is None:
+                yield f"variants.{i}.transforms", "transforms need a quantizer, without one they change nothing"
+            for j, transform in enumerate(variant.transforms):
+                yield from ((f"variants.{i}.transforms.{j}.{where}", why) for where, why in transform.problems())
 
 
 def label_problems(labels: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +30,10 @@ from zoo.loading import load
 from zoo.model import Model, ModelSpec
 from zoo.quantize import quantize, verify
 from zoo.quantize.calibration import windows
-from zoo.quantize.contracts import Quantizer
+from zoo.quantize.preparation import spec_after
 from zoo.quantize.rules import plan
 from zoo.recipes.recipe import Measure
+from zoo.recipes.recipe import Variant as Wanted
 from zoo.recipes.runner import Order
 from zoo.saving import save
 from zoo.weights import linear_names
@@ -69,8 +70,10 @@ def make(order: Order) -> None:
         rows += [row._asdict() for row in converted.kinds()]
     if wanted.quantizer is not None:
         with clock.stage("quantize"):
-            seen = data if calibrated(model, wanted.quantizer, wanted.rules) else {}
-            report = quantize(model, wanted.quantizer, rules=wanted.rules, work_dir=order.work, **seen)
+            needed = calibrated(model, wanted)
+            report = quantize(model, wanted.quantizer, transforms=wanted.transforms, rules=wanted.rules, work_dir=order.work,
+                              least_tokens=c.least_tokens, all_experts=needed and c.all_experts, offload=recipe.offload,
+                              **(data if needed else {}))  # fmt: skip
         rows += [dataclasses.asdict(row) for row in report.rows]
     with clock.stage("save and read back"):
         save(model, order.folder, overwrite=True, check=lambda folder: verify(model, folder))
@@ -78,10 +81,12 @@ def make(order: Order) -> None:
     shutil.rmtree(order.work, ignore_errors=True)
 
 
-def calibrated(model: Model, method: Quantizer, rules: Sequence[str]) -> bool:
-    """Whether the quantizer of any module needs data: the method itself, or one that a rule names."""
+def calibrated(model: Model, wanted: Wanted) -> bool:
+    """Whether anything needs data: a transform, the method itself, or one that a rule names."""
     names = linear_names(model.source.table) if model.source else {}
-    return any(chosen.calibrated for chosen in plan(model.spec, method, rules, names).values())
+    assert wanted.quantizer is not None
+    chosen = plan(spec_after(model.spec, wanted.transforms), wanted.quantizer, wanted.rules, names)
+    return any(part.calibrated for part in (*wanted.transforms, *chosen.values()))
 
 
 def measure(order: Order) -> Variant:

@@ -271,7 +271,7 @@ class SafetensorsFolder(Checkpoint):
                     f"write {', '.join(FLOATS)}, or leave the field out to take that of the weights"
                 )
             return getattr(torch, word)
-        floats = [getattr(torch, i.dtype or "") for i in self._infos.values() if (i.dtype or "").startswith(("float", "bfloat"))]
+        floats = [getattr(torch, i.dtype or "") for i in self._infos.values() if i.dtype in FLOATS]
         return max(set(floats), key=floats.count) if floats else torch.float32
 
     def _index(self) -> tuple[dict[str, Path], dict[str, TensorInfo]]:

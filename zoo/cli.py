@@ -60,8 +60,15 @@ def list_parts(family: Annotated[str | None, typer.Argument(help="One family; al
 @app.command()
 def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bfloat16",
          full: Annotated[bool, typer.Option(help="Print the whole declaration too.")] = True,
-         context: Annotated[int | None, typer.Option(help="Tokens that costs are for; the model's context.")] = None) -> None:  # fmt: skip
-    """Print a model's declaration, its parameters and bytes by component, its cache size and what a token costs; nothing is built."""
+         context: Annotated[int | None, typer.Option(help="Tokens that costs are for; the model's context.")] = None,
+         device_map: Annotated[list[str] | None, typer.Option(help="Plan where its layers go: auto, balanced, or module=place "
+                                                                   "(layers.3=1, =cpu for the whole model). Repeatable.")] = None,
+         max_memory: Annotated[list[str] | None, typer.Option(help="What may go there: 0=80GiB, cpu=200GiB. Repeatable.")] = None,
+         ) -> None:  # fmt: skip
+    """Print a model's declaration, its parameters and bytes by component, its cache size and what a token costs; nothing is built.
+
+    Fails where it is to be spread over devices and does not fit.
+    """
     import torch
     import yaml
     from rich.table import Table
@@ -87,6 +94,11 @@ def show(model: ModelArgument, set: SetOption = None, dtype: DtypeOption = "bflo
                     f"cache {total.cache_bytes_per_token:,} bytes per token, "
                     f"{total.cache_bytes:,} for a context of {total.context:,}")  # fmt: skip
     console().print(costs)
+    if device_map or max_memory:
+        from zoo.placement import print_plan
+
+        if not print_plan(wanted, kind, device_map or ["auto"], max_memory or (), console()):
+            raise typer.Exit(1)
 
 
 @app.command("diff")
@@ -142,16 +154,24 @@ def generate(model: ModelArgument, prompt: str, max_new_tokens: int = 128, tempe
 
 @app.command("quantize")
 def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(help="rtn, gptq, ... (zoo list quantizer)")],
-                   out: Annotated[Path, typer.Option(help="Where to write the quantized model.")], bits: int = 4,
-                   group_size: Annotated[int, typer.Option(help="Weights that share a scale; 0 for one scale per channel.")] = 64,
+                   out: Annotated[Path, typer.Option(help="Where to write the quantized model.")],
+                   bits: Annotated[float | None, typer.Option(help="Bits of a weight, where a method has several; 4. With a fraction, as "
+                                                                   "4.25, the mean for which to find each module's.")] = None,
+                   choice: Annotated[list[int] | None, typer.Option(help="Bits that a module may have; 2, 3, 4, 8. Repeatable.")] = None,
+                   group_size: Annotated[int | None, typer.Option(help="Weights that share a scale; 0 for one scale per channel.")] = None,
                    option: Annotated[list[str] | None, typer.Option(help="A further option of the method: name=value. Repeatable.")] = None,
+                   transform: Annotated[list[str] | None, typer.Option(help="smoothquant, awq, rotation, {name: rotation, block: 32}, ... "
+                                                                            "before rounding, in this order. Repeatable.")] = None,
                    rule: Annotated[list[str] | None, typer.Option(help="glob=keep or glob={bits: 8}. Repeatable, later ones win.")] = None,
                    text: Annotated[Path | None, typer.Option(help="Calibration text; Python's documentation by default.")] = None,
                    samples: Annotated[int | None, typer.Option(help="Windows of calibration text; 32 for methods that need it.")] = None,
                    length: Annotated[int | None, typer.Option(help="Tokens of a window; 512.")] = None, seed: int = 0,
+                   least_tokens: Annotated[int, typer.Option(help="Experts that saw fewer are rounded without data.")] = 1,
+                   all_experts: Annotated[bool, typer.Option("--all-experts", help="Show every token to every expert.")] = False,
+                   offload: Annotated[Path | None, typer.Option(help="Folder for activations, which else lie in memory.")] = None,
                    set: SetOption = None, dtype: DtypeOption = "auto",
                    device: DeviceOption = "cpu", overwrite: bool = False) -> None:  # fmt: skip
-    """Quantize a model layer by layer and write it as compressed-tensors; a killed run continues when started again."""
+    """Quantize a model layer by layer and write it; a killed run continues when started again."""
     from zoo.components.spec import read_value
     from zoo.loading import load
     from zoo.quantize import quantize, verify
@@ -159,20 +179,33 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
 
     check_folder(out, overwrite)
     work = out.with_name(f"{out.name}.work")
-    options: dict[str, Any] = {"bits": bits, "group_size": group_size or None}
-    for text_of_option in option or ():
-        name, equals, value = text_of_option.partition("=")
-        if not equals or name in options:
-            raise ValueError(f"--option {text_of_option}: write name=value, each name once; bits and group size have options of their own")
-        options[name] = read_value(value)
+    options = quantizer_options(bits, group_size, option or ())
     loaded = load(model, dtype=dtype, device=device, override=set or (), lazy=True)
-    report = quantize(loaded, method, calibration=text, samples=samples, length=length, seed=seed, rules=rule or (), work_dir=work,
-                      **options)  # fmt: skip
+    report = quantize(loaded, method, transforms=[read_value(t) for t in transform or ()], calibration=text, samples=samples, length=length,
+                      seed=seed, rules=rule or (), choices=choice, least_tokens=least_tokens, all_experts=all_experts, work_dir=work,
+                      offload=offload, **options)  # fmt: skip
+    if report.budget:
+        console().print(report.budget.table())
     console().print(report.table())
     saved = save(loaded, out, overwrite=overwrite, check=lambda folder: verify(loaded, folder))
     (out / "quantization_report.json").write_text(report.to_json(), encoding="utf-8")
     shutil.rmtree(work)
     print_saved(saved)
+
+
+def quantizer_options(bits: float | None, group_size: int | None, further: Sequence[str]) -> dict[str, Any]:
+    """A quantizer's fields from the options of the command line; what is not given is the method's own default."""
+    from zoo.components.spec import read_value
+
+    options: dict[str, Any] = {} if bits is None else {"bits": int(bits) if bits.is_integer() else bits}
+    if group_size is not None:
+        options["group_size"] = group_size or None
+    for text in further:
+        name, equals, value = text.partition("=")
+        if not equals or name in {"bits", "group_size", *options}:
+            raise ValueError(f"--option {text}: write name=value, each name once; bits and group size have options of their own")
+        options[name] = read_value(value)
+    return options
 
 
 @app.command("convert")

@@ -282,6 +282,7 @@ def convert(model: Model, to: To, *, ids: Tensor | None = None) -> tuple[Model, 
 
     Raises SpecError for what is no conversion, ConversionError where no part can be converted or one cannot, before any work.
     """
+    model.check_whole("converting")
     moves, spec = plan(model.spec, to)
     old, new = dict(_sites(model.spec)), dict(_sites(spec))
     needed = [path for path, move in moves.items() if move.calibrated]

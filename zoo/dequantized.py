@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from zoo.checkpoint import Checkpoint, CheckpointError
+from zoo.components.numerics import e8m0, floats
 from zoo.components.spec import TensorInfo
 from zoo.wrapped import Wrapped
 
 Infos = Mapping[str, TensorInfo]
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
-E8M0 = torch.tensor([2.0 ** (code - 127) for code in range(255)] + [float("nan")], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     experts, rows, count, _ = blocks.shape
     out = torch.empty(experts, rows, count * 32, dtype=torch.bfloat16)
     for expert in range(experts):
-        codes = torch.stack([blocks[expert] & 15, blocks[expert] >> 4], -1).flatten(-2)
-        out[expert] = (E2M1[codes.int()] * E8M0[scales[expert].int()][..., None]).flatten(-2)
+        numbers = floats.numbers(blocks[expert], floats.ELEMENTS["e2m1"], 32)
+        out[expert] = numbers.mul_(e8m0.decode(scales[expert])[..., None]).flatten(-2)
     return out.transpose(1, 2)
 
 
@@ -113,6 +112,10 @@ def fp8(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
     found = {}
     for name in (n for n, t in tensors.items() if (t.dtype or "").startswith("float8")):
         scales, shape = f"{name}_scale_inv", tensors[name].shape
+        if size is not None and len(shape) < 2:
+            raise ValueError(
+                f"{name} is {list(shape)}, and a tensor of one dimension has no blocks {list(size)}; store it as plain numbers"
+            )
         grid = () if size is None else (*shape[:-2], *(-(-n // block) for n, block in zip(shape[-2:], size, strict=True)))
         if scales not in tensors or tensors[scales].shape not in ((grid,) if size else ((), (1,))):
             raise ValueError(f"{scales} must be there, {list(grid)}, for {name} {list(shape)}; download the files again")

@@ -27,11 +27,12 @@ JSON = {Mapping: "an object", list: "a list", str: "a string", bool: "true or fa
 class Format(Spec):
     """How quantized linear modules lie on disk.
 
-    method: the ``quant_method`` word of ``config.json["quantization_config"]`` that this format answers to.
+    method: the ``quant_method`` word of ``config.json["quantization_config"]`` that this format answers to. own: only zoo reads it.
     """
 
     family: ClassVar[str] = "format"
     method: ClassVar[str] = ""
+    own: ClassVar[bool] = False
 
     def answers(self, config: Mapping[str, Any]) -> bool:
         """Whether a quantization_config is one of this format; several formats may share a ``quant_method``."""
@@ -74,6 +75,16 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
             raise ValueError(f"{name} is {given}, it must be {list(shape)}; quantization_config says how many bits and groups there are")
         if name not in floats and tensors[name].dtype != torch.int32:
             raise ValueError(f"{name} is {str(tensors[name].dtype).removeprefix('torch.')}, it must be int32")
+
+
+def check_tensors(infos: Mapping[str, TensorInfo], tensors: Mapping[str, Tensor], what: str) -> None:
+    """Raise ValueError for a tensor on disk of another shape or dtype than a storage's. what: it is that has those shapes, in words."""
+    for name, info in infos.items():
+        given = tensors[name]
+        if given.shape != info.shape:
+            raise ValueError(f"{name} is {list(given.shape)}, {what} has {list(info.shape)}")
+        if info.dtype and given.dtype != getattr(torch, info.dtype):
+            raise ValueError(f"{name} is {str(given.dtype).removeprefix('torch.')}, it must be {info.dtype}")
 
 
 def expression(pattern: str, module: str, place: str) -> bool:

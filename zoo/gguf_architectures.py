@@ -5,18 +5,18 @@ Source: the keys of ``gguf.constants`` and what llama.cpp's convert_hf_to_gguf.p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from zoo.checkpoint import CheckpointError
 from zoo.components.ops.rotary import frequencies
 from zoo.components.rope_scaling.llama3 import Llama3
-
-if TYPE_CHECKING:
-    from zoo.gguf_file import GGUFCheckpoint
 
 Fields = dict[str, Any]
 DIVISORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -24,6 +24,31 @@ CONSUMED = frozenset({DIVISORS, SHORT, LONG})  # tensors that say how rope is sc
 SCALING = {"type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow"}
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose attention scale follows the width, which no key says
+
+
+class Described(ABC):
+    """A GGUF file as its header has it. metadata: its keys. architecture: what the file calls it. reference: what errors call the file."""
+
+    metadata: Mapping[str, Any]
+    architecture: str
+    reference: str
+
+    def key(self, name: str, default: Any = None) -> Any:
+        """A metadata value of the architecture, e.g. ``block_count``. Raises CheckpointError where it must be there and is not."""
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if value is None:
+            raise CheckpointError(f"{self.reference}: the metadata has no {self.architecture}.{name}")
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # the decimal that was meant
+
+    @abstractmethod
+    def has(self, tensor: str) -> bool: ...
+
+    @abstractmethod
+    def shape(self, tensor: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def values(self, tensor: str) -> Tensor:
+        """A tensor under its name in the file, decoded to float32."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +59,12 @@ class Architecture:
     """
 
     model_type: str
-    more: Callable[[GGUFCheckpoint, int], Fields] = lambda file, head_dim: {}
+    more: Callable[[Described, int], Fields] = lambda file, head_dim: {}
     permuted: bool = False
     norm_offset: float = 0.0
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 
-    def config(self, file: GGUFCheckpoint) -> Fields:
+    def config(self, file: Described) -> Fields:
         """config.json of a file. Raises CheckpointError for a key that must be there and is not."""
         width, heads = file.key("embedding_length"), file.key("attention.head_count")
         turned = file.metadata.get(f"{file.architecture}.rope.dimension_count")
@@ -68,7 +93,7 @@ class Architecture:
         return found | self.more(file, head_dim)
 
 
-def scaling(file: GGUFCheckpoint, head_dim: int) -> Fields | None:
+def scaling(file: Described, head_dim: int) -> Fields | None:
     """Rope scaling from the metadata, or from what Llama 3 and Phi 3 files carry as tensors.
 
     Raises CheckpointError for settings that it does not know: they would change every number.
@@ -96,7 +121,7 @@ def scaling(file: GGUFCheckpoint, head_dim: int) -> Fields | None:
     return found | ramp | {"original_max_position_embeddings": original}
 
 
-def _llama3_scaling(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _llama3_scaling(file: Described, head_dim: int) -> Fields:
     """The published Llama 3 setting whose divisors the file holds."""
     theta, held = float(file.key("rope.freq_base", 10_000.0)), file.values(DIVISORS)
     for factor in (8.0, 16.0, 32.0):
@@ -108,7 +133,7 @@ def _llama3_scaling(file: GGUFCheckpoint, head_dim: int) -> Fields:
     raise CheckpointError(f"{file.reference}: {DIVISORS} holds divisors of no published Llama 3 setting")
 
 
-def _gemma2(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _gemma2(file: Described, head_dim: int) -> Fields:
     """Windows and caps. The scale of the logits is by the head's width but in the largest model."""
     large = file.key("block_count") == GEMMA_27B[file.architecture]
     return {
@@ -119,7 +144,7 @@ def _gemma2(file: GGUFCheckpoint, head_dim: int) -> Fields:
     }
 
 
-def _gemma3(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _gemma3(file: Described, head_dim: int) -> Fields:
     pattern = file.key("attention.sliding_window_pattern", 6)
     if not isinstance(pattern, int):
         raise CheckpointError(f"{file.reference}: attention.sliding_window_pattern is {pattern!r}; supported: one number")
@@ -130,7 +155,7 @@ def _gemma3(file: GGUFCheckpoint, head_dim: int) -> Fields:
     }
 
 
-def _phi3(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _phi3(file: Described, head_dim: int) -> Fields:
     context = file.key("context_length", 4096)
     return {
         "sliding_window": file.metadata.get("phi3.attention.sliding_window") or None,
@@ -138,20 +163,20 @@ def _phi3(file: GGUFCheckpoint, head_dim: int) -> Fields:
     }
 
 
-def _olmo2(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _olmo2(file: Described, head_dim: int) -> Fields:
     if "olmo2.attention.sliding_window" in file.metadata:
         raise CheckpointError(f"{file.reference}: it is an OLMo 3 model (it has sliding windows), which is not supported")
     return {}
 
 
-def _granite(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _granite(file: Described, head_dim: int) -> Fields:
     words = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
              "logits_scaling": "logit_scale"}  # fmt: skip
     usual: Mapping[str, float] = {"attention_multiplier": head_dim**-0.5}
     return {ours: file.key(key, usual.get(ours, 1.0)) for ours, key in words.items()}
 
 
-def _cohere2(file: GGUFCheckpoint, head_dim: int) -> Fields:
+def _cohere2(file: Described, head_dim: int) -> Fields:
     return {"logit_scale": file.key("logit_scale"), "sliding_window": file.key("attention.sliding_window"), "sliding_window_pattern": 4}
 
 

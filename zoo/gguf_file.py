@@ -23,7 +23,7 @@ from torch import Tensor
 from zoo.checkpoint import Checkpoint, CheckpointError
 from zoo.components.spec import TensorInfo
 from zoo.family import family_for
-from zoo.gguf_architectures import ARCHITECTURES, CONSUMED
+from zoo.gguf_architectures import ARCHITECTURES, CONSUMED, Described
 from zoo.layouts import rope_rows
 from zoo.weights import written_out
 
@@ -135,7 +135,7 @@ def _blocks(raw: list[tuple[str, tuple[int, ...], int, int]], start: int, header
     return blocks
 
 
-class GGUFCheckpoint(Checkpoint):
+class GGUFCheckpoint(Checkpoint, Described):
     """A GGUF file of an architecture that a family of ours can read. Weights are decoded to float32."""
 
     def __init__(self, path: Path, reference: str):
@@ -172,7 +172,6 @@ class GGUFCheckpoint(Checkpoint):
         return {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
 
     def values(self, tensor: str) -> Tensor:
-        """A tensor under its name in the file, decoded to float32."""
         block = self._block[tensor]
         data = np.fromfile(self.path, np.uint8, block.bytes, offset=block.offset)
         if block.kind == GGMLQuantizationType.F32:
@@ -200,13 +199,6 @@ class GGUFCheckpoint(Checkpoint):
     @property
     def files(self) -> list[Path]:
         return [self.path]
-
-    def key(self, name: str, default: Any = None) -> Any:
-        """A metadata value of the architecture, e.g. ``block_count``. Raises CheckpointError where it must be there and is not."""
-        value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if value is None:
-            raise CheckpointError(f"{self.reference}: the metadata has no {self.architecture}.{name}")
-        return float(str(np.float32(value))) if isinstance(value, float) else value  # the decimal that was meant
 
     def has(self, tensor: str) -> bool:
         return tensor in self._block

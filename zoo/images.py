@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # those that Pillow reads without the help of other programs
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error)  # what Pillow's readers raise for damaged files
 PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of memory at three bytes a pixel
-MOST_SIDE = 9_459  # whose square that is
+MOST_SIDE = 4_096  # of what a model is shown, several times what any takes; larger pictures take seconds each
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 HALF = ((0.5,) * 3,) * 2  # mean and std
 OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -128,6 +128,8 @@ def read_preprocessing(settings: Mapping[str, Any], channels: int = 3) -> Prepro
     if does("pad", False):
         raise ValueError("do_pad is not supported")
     mean, std = (per_channel(value(f"image_{word}", usual["norm"][i]), channels) for i, word in enumerate(("mean", "std")))
+    if does("normalize") and not all(std):
+        raise ValueError(f"image_std must not contain 0, by which pixels are divided, it is {list(std)}")
     return Preprocessing(
         channels=channels,
         size=size_of(value("size", usual["size"]), usual["square"]) if does("resize") else None,

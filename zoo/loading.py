@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -25,12 +25,23 @@ from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 from zoo.renamed import Renamed
-from zoo.storages import Quantized, format_for, idle_bias, packed_modules, plain_spec, quantized_spec, readable
+from zoo.storages import Quantized, format_for, idle_bias, packed_modules, plain_spec, quantized_spec, readable, without_rest
 from zoo.weights import Entry, below, check_names, entries, fill
+
+if TYPE_CHECKING:
+    from zoo.placement import DeviceMap, Plan
 
 GIB = 1 << 30
 MOST_LAYERS, MOST_EXPERTS = 2_000, 50_000  # of a model
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+FLAGS = {
+    "true": "true",
+    "false": "false",
+    "yes": "true",
+    "no": "false",
+    "1": "true or 1",
+    "0": "false or 0",
+}  # texts where no text is meant
 NAMED = 8  # tensors, in a warning
 GLANCE = 1 << 18  # elements of a tensor that are looked at where it stays in its file, which is read in full when it is used
 
@@ -76,7 +87,13 @@ class Source:
                         looked = tensor.view(-1)[:GLANCE] if self.checkpoint.holds(tensor) else tensor
                         counts.append((label, pool.submit(not_finite, looked)))
 
-            fill(model, placed(), self.checkpoint, self.dtype, self.device, prefix)
+                        if model.placement is not None:
+                            counts[-1][1].result()  # else those that wait to be looked at would pile up in memory
+
+            if model.placement is None:
+                fill(model, placed(), self.checkpoint, self.dtype, self.device, prefix)
+            else:
+                model.placement.fill(model, placed(), self.checkpoint, self.dtype, prefix)
         found: Counter[str] = Counter()
         for label, count in counts:
             found[label] += count.result()
@@ -98,13 +115,16 @@ class Source:
 
 
 def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu",
-         override: Sequence[str] = (), lazy: bool = False, quantized: Quantized = "keep") -> Model:  # fmt: skip
+         override: Sequence[str] = (), lazy: bool = False, quantized: Quantized = "keep", device_map: DeviceMap | None = None,
+         max_memory: Mapping[int | str, int | str] | None = None, offload_folder: str | Path | None = None) -> Model:  # fmt: skip
     """A model with its weights.
 
     reference: a local folder, a .gguf file, ``package:NAME/FILE``, or a hub id with optional ``@revision``. dtype: of the weights;
     "auto" is the checkpoint's own. override: one-line edits of the spec, as ``layers.*.mixer.kernel=eager``. lazy: leave the tensors
     on the meta device; ``zoo.weights.materialize`` loads them part by part. quantized: what becomes of quantized weights: they stay
     packed as in the files, or are read as plain ones of ``dtype`` ("dequantize"), as those are whose format has no packed storage here.
+    device_map, max_memory: spread the model over GPUs, the CPU and the disk, see ``zoo.placement.plan``; weights on the CPU beside a
+    GPU, and on disk in ``offload_folder``, are streamed to where they are used. ``device`` and ``lazy`` are for models at one place.
 
     Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
     NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are NaN or infinite; of a
@@ -112,6 +132,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     """
     if quantized not in get_args(Quantized):
         raise ValueError(f"quantized={quantized!r} is no choice{registry.nearest(str(quantized), get_args(Quantized))}")
+    check_placed(device, lazy, device_map, max_memory, offload_folder)
     checkpoint = readable(open_checkpoint(reference), quantized)
     family = family_for(checkpoint.config, checkpoint.reference)
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
@@ -120,17 +141,48 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     if quantized == "dequantize" and format is not None:
         checkpoint = Dequantized(checkpoint, packed_modules(spec, family, format, checkpoint))
         spec, format = plain_spec(spec), None
+    elif format is not None:
+        checkpoint = without_rest(checkpoint, spec, family)
     table = entries(spec, family.rules_for(spec, checkpoint.tensors()), format)
     check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name)
                 or idle_bias(checkpoint, name))  # fmt: skip
-    if not lazy:
+    planned = None if device_map is None else placed(spec, kind, device_map, max_memory, offload_folder, checkpoint.reference)
+    if not lazy and planned is None:
         check_memory(spec, kind, place, checkpoint.reference)
     with unfilled():
         model = spec.build()
     model.config, model.source = checkpoint.config, Source(checkpoint, table, kind, place)
+    if planned is not None:
+        spread(model, planned, offload_folder)
     if not lazy:
         model.source.fill(model)
     return model.eval()
+
+
+def check_placed(device: str | torch.device, lazy: bool, device_map: object, max_memory: object, offload_folder: object) -> None:
+    """Raise ValueError for options of a spread model without a device_map, and for those that it excludes."""
+    given = [n for n, v in (("max_memory", max_memory), ("offload_folder", offload_folder)) if v is not None]
+    if device_map is None and given:
+        raise ValueError(f"{' and '.join(given)} say how a model is spread; give device_map='auto' with them")
+    if device_map is not None and (lazy or torch.device(device) != torch.device("cpu")):
+        raise ValueError(f"device_map says where each part goes; leave {'lazy' if lazy else 'device'} out")
+
+
+def placed(spec: ModelSpec, dtype: torch.dtype, device_map: DeviceMap, max_memory: Mapping[int | str, int | str] | None,
+           offload_folder: str | Path | None, reference: str) -> Plan:  # fmt: skip
+    """Where each unit of a model goes. Raises ValueError for devices that are not there, NotEnoughMemory where it does not fit."""
+    from zoo.placement import check_devices, check_fits, plan  # accelerate takes seconds to import
+
+    planned = plan(spec, dtype, device_map, max_memory)
+    check_devices(planned)
+    check_fits(planned, spec, dtype, reference, disk=offload_folder is not None)
+    return planned
+
+
+def spread(model: Model, planned: Plan, offload_folder: str | Path | None) -> None:
+    from zoo.streaming import Streaming
+
+    Streaming(planned, offload_folder).attach(model)
 
 
 def stored_tensor(model: Model, name: str) -> torch.Tensor:
@@ -151,7 +203,9 @@ def not_finite(tensor: torch.Tensor) -> int:
 def finish(model: Model, prefix: str) -> None:
     """What follows once tensors are in place: ties, and the memory layout that each storage computes with."""
     tie = model.spec.head.tie()
-    if tie and not getattr(model.embed, tie[1]).is_meta:
+    if model.placement is not None:
+        model.placement.tie(model)
+    elif tie and not getattr(model.embed, tie[1]).is_meta:
         model.tie()
     for name, module in model.named_modules():
         if below(prefix, name) and isinstance(module, Prepared):
@@ -205,8 +259,8 @@ def check_config(family: Family, config: Mapping[str, Any], tensors: Mapping[str
     most = MOST_LAYERS if tensors is None else min(MOST_LAYERS, sum(1 for t in tensors.values() if math.prod(t.shape)))
     words = dict.fromkeys((family.spelling.get("num_hidden_layers", "num_hidden_layers"), "num_hidden_layers"))
     for place, section in sections(config):
-        for key in (k for k, value in section.items() if isinstance(value, str) and value.lower() in ("true", "false")):
-            raise ValueError(f"{place}{key} is the text {section[key]!r}; write {section[key].lower()} without quotes")
+        for key in (k for k, value in section.items() if isinstance(value, str) and value.lower() in FLAGS and k != "_name_or_path"):
+            raise ValueError(f"{place}{key} is the text {section[key]!r}; write {FLAGS[section[key].lower()]} without quotes")
         for word in (w for w in words if isinstance(section.get(w), int)):
             layers = section[word]
             if not 0 < layers <= most:

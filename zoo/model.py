@@ -5,7 +5,7 @@ Shapes: B batch, T new tokens, M model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.components import registry
 from zoo.components.contracts import (
     MLP,
     Ask,
@@ -186,6 +187,8 @@ class ModelSpec(Spec):
             yield "width", f"must be at least 1, got {self.width}"
         if self.context < 1:
             yield "context", f"must be at least 1, got {self.context}"
+        if self.checkpoint not in registry.names("family"):
+            yield "checkpoint", f"no family is named {self.checkpoint!r}{registry.nearest(self.checkpoint, registry.names('family'))}"
         if not self.layers:
             yield "layers", "a model has at least one layer"
         yield from ((f"cache.{where}", why) for where, why in self.cache.problems())
@@ -249,6 +252,7 @@ class Model(nn.Module):
         self.spec = spec
         self.config: dict[str, Any] = {}
         self.source: Any = None  # where the weights came from; knows the tokenizer
+        self.placement: Any = None  # zoo.streaming.Streaming, where a device_map spread the model
         children = spec.children()
         attach(self, {n: children[n] for n in ("embed", "norm", "head")})
         self.layers = nn.ModuleList(child.build() for name, child in children.items() if name.startswith("layers."))
@@ -336,6 +340,8 @@ class Model(nn.Module):
 
     def new_cache(self, rows: int) -> Any:
         """An empty cache of the spec's policy for ``rows`` rows."""
+        if self.placement is not None:
+            return self.placement.new_cache(self, rows)
         return self.spec.cache.build(self.spec.slots(), rows, self.dtype, self.device)
 
     @property
@@ -344,7 +350,17 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """Where inputs go and outputs come from."""
+        return next(self.parameters()).device if self.placement is None else self.placement.device
+
+    def check_whole(self, doing: str) -> None:
+        """Raise ValueError where a device_map spread the model, so that ``doing`` would miss some of its weights."""
+        if self.placement is not None:
+            raise ValueError(f"{doing} needs a model at one place, a device_map spread this one; load it without device_map")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        self.check_whole("moving or casting")
+        return super()._apply(fn, recurse)
 
     @property
     def tokenizer(self) -> Any:

@@ -18,18 +18,20 @@ from torch import Tensor
 from zoo.checkpoint import CheckpointError, NoTokenizer, read_json
 from zoo.components import registry
 from zoo.components.contracts import Linear, StoredLinear
+from zoo.engines import in_words, readme, refusals
 from zoo.family import Family, architecture
 from zoo.formats import Format
 from zoo.model import Model, ModelSpec
 from zoo.weights import SAME, Entry, entries, linear_names, linears, written_out
 
 SHARD = 5_000_000_000  # bytes
+GGUF = "gguf"
 NAMED = 8  # of a folder's entries, in a message
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What was written. transformers: None where transformers loads the folder, else the reason why only zoo does."""
+    """What was written. folder: the file, for GGUF. transformers: None where transformers loads it, else the reason why it does not."""
 
     folder: Path
     files: list[str]
@@ -37,8 +39,8 @@ class Saved:
     transformers: str | None = field(default=None)
 
 
-def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors", shard_bytes: int = SHARD, overwrite: bool = False,
-         check: Callable[[Path], object] | None = None) -> Saved:  # fmt: skip
+def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors", blocks: str | None = None, shard_bytes: int = SHARD,
+         overwrite: bool = False, check: Callable[[Path], object] | None = None) -> Saved:  # fmt: skip
     """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
 
     format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``, which replaces a
@@ -47,13 +49,20 @@ def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors"
     that its family's config cannot describe (a swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it,
     transformers does not, and the result says why.
 
+    format="gguf" writes one file, NAME.gguf, for llama.cpp. Packed weights are written in the blocks that hold them exactly (4 bits in
+    groups of 32 as q4_0 or q4_1, 8 bits as q8_0, MXFP4 as itself); blocks: what the others are rounded to (f32, bf16, f16, q8_0, q6_k,
+    q5_0, q5_1, q4_k, q4_1, q4_0, mxfp4), None: the model's dtype. Embeddings and heads keep at least q6_k, vectors are float32.
+
     Raises FileExistsError for a folder that may not be replaced, ValueError for a model that is not loaded, an unknown format and one
     that cannot hold the model, all before anything is written.
     """
     folder = Path(folder).expanduser()
+    if format == GGUF:
+        return _save_file(model, folder, blocks, shard_bytes, overwrite, check)
+    if blocks is not None:
+        raise ValueError(f"blocks={blocks!r} is for format='gguf'; {format} keeps weights as they are")
     check_folder(folder, overwrite)
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is not loaded (it has tensors on the meta device); call zoo.weights.materialize(model, '') first")
+    check_loaded(model)
     family, written = family_of(model.spec), format_of(model.spec, format)
     config, reason = describe(model.spec, model.config, family, written)
     table = entries(model.spec, family.rules(model.spec), written)
@@ -67,13 +76,34 @@ def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors"
         for shard in scratch.glob("*.safetensors"):  # which safetensors makes readable for the owner alone
             shutil.copymode(scratch / "config.json", shard)
         write_extras(model, scratch)
+        if written is not None:
+            (scratch / "README.md").write_text(readme(model.spec, folder.name, config["quantization_config"], reason), encoding="utf-8")
         if check is not None:
             check(scratch)
         move_in(scratch, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    if found := refusals(model.spec) if written is not None and not written.own else []:
+        warnings.warn(in_words(found), stacklevel=2)
     files = sorted(p for p in folder.iterdir() if p.is_file())
     return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason)
+
+
+def _save_file(model: Model, path: Path, blocks: str | None, shard_bytes: int, overwrite: bool,
+               check: Callable[[Path], object] | None) -> Saved:  # fmt: skip
+    from zoo.gguf_writing import check_file, write  # which needs the gguf library
+
+    if shard_bytes != SHARD:
+        raise ValueError("a GGUF file is written whole; leave shard_bytes out")
+    check_file(path, overwrite)
+    check_loaded(model)
+    reason = write(model, path, family_of(model.spec), blocks, check)
+    return Saved(path, [path.name], path.stat().st_size, reason)
+
+
+def check_loaded(model: Model) -> None:
+    if model.placement is None and any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is not loaded (it has tensors on the meta device); call zoo.weights.materialize(model, '') first")
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
@@ -133,7 +163,7 @@ def format_of(spec: ModelSpec, name: str) -> Format | None:
 def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format: Format | None) -> tuple[dict[str, Any], str | None]:
     """config.json for a spec, and why transformers cannot run it (None where it can)."""
     kept = {k: v for k, v in config.items() if k not in ("quantization_config", "zoo_spec", "dtype", "torch_dtype")}
-    reason = None
+    reason = f"it knows no quant_method {format.method}" if format and format.own else None
     try:
         written = family.write(spec, kept)
         check_packed(spec, family)
@@ -199,7 +229,8 @@ def stored(model: Model, names: Sequence[str]) -> list[Tensor]:
     owners = {name: name.rpartition(".")[0] for name in names}
     held = {owner: model.get_submodule(owner) for owner in set(owners.values())}
     state = {owner: m.canonical() if isinstance(m, StoredLinear) else m for owner, m in held.items()}
-    return [_leaf(state[owner], name.rpartition(".")[2]).detach() for name, owner in owners.items()]
+    found = {name: _leaf(state[owner], name.rpartition(".")[2]).detach() for name, owner in owners.items()}
+    return [model.placement.weights[name] if tensor.is_meta else tensor for name, tensor in found.items()]
 
 
 def _leaf(state: Any, leaf: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ from zoo.checkpoint import Checkpoint, CheckpointError
 from zoo.components import registry
 from zoo.components.contracts import Linear, StoredLinear
 from zoo.components.linear.dense import Dense
-from zoo.components.spec import Spec, TensorInfo
-from zoo.dequantized import METHODS, Packed, dequantized
+from zoo.components.spec import Spec, TensorInfo, check
+from zoo.dequantized import METHODS, Dequantized, Packed, dequantized
 from zoo.family import Family
 from zoo.formats import Format
 from zoo.model import ModelSpec
@@ -33,6 +33,24 @@ def readable(checkpoint: Checkpoint, quantized: Quantized = "keep") -> Checkpoin
     """The checkpoint with plain weights where that is wanted, or where no storage keeps its quantized ones."""
     keeps = quantized == "keep" and packs(checkpoint.config.get("quantization_config"))
     return checkpoint if keeps else dequantized(checkpoint)
+
+
+def without_rest(checkpoint: Checkpoint, spec: ModelSpec, family: Family) -> Checkpoint:
+    """The checkpoint with plain weights in place of quantized ones that no packed module of the spec reads, as where one tensor is several.
+
+    Raises CheckpointError for a tensor whose scales are missing or do not fit it.
+    """
+    config = checkpoint.config.get("quantization_config")
+    if not isinstance(config, Mapping) or str(config.get("quant_method")) not in METHODS:
+        return checkpoint
+    names = linear_names(entries(plain_spec(spec), family.rules(spec)))
+    kept = {f"{names.get(path, path)}.weight" for path, child in linears(spec) if child.spec.name != "dense"}
+    try:
+        packed = METHODS[config["quant_method"]](config, checkpoint.tensors())
+    except ValueError as e:
+        raise CheckpointError(f"{checkpoint.reference}: {e}") from None
+    rest = {name: found for name, found in packed.items() if name not in kept}
+    return Dequantized(checkpoint, rest) if rest else checkpoint
 
 
 def packed_modules(spec: ModelSpec, family: Family, format: Format, checkpoint: Checkpoint) -> dict[str, Packed]:
@@ -91,9 +109,10 @@ def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization
     """The spec with the storage that the quantization config gives each linear module."""
     names = linear_names(entries(spec, family.rules(spec)))
     tensors: dict[str, dict[str, TensorInfo]] = {}
+    modules = {names.get(path, path) for path, _ in linears(spec)}
     for name, info in stored.items():
-        module, _, leaf = name.rpartition(".")
-        tensors.setdefault(module, {})[leaf] = info
+        module = next((part for part in parents(name) if part in modules), "")  # some formats put more than one word below a module
+        tensors.setdefault(module, {})[name.removeprefix(f"{module}.")] = info
     tie = spec.head.tie()
     for path, child in list(linears(spec)):
         if tie and path == f"head.{tie[0].removesuffix('.weight')}":
@@ -101,11 +120,18 @@ def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization
         name = names.get(path, path)  # modules that share a tensor on disk are packed under their own names
         storage = format.storage(quantization, name, tensors.get(name, {}))
         if storage is not None:
-            wrong = [f"{field}: {why}" for field, why in storage.problems(*child.at)]
+            wrong = check(storage, *child.at)
             if wrong:
                 raise ValueError(f"quantization_config does not fit {name}: {'; '.join(wrong)}")
             spec = set_storage(spec, path, storage)
     return spec
+
+
+def parents(name: str) -> Iterator[str]:
+    """What a dotted name lies below, the nearest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def set_storage(spec: ModelSpec, path: str, storage: Linear) -> ModelSpec:

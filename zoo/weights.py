@@ -81,7 +81,8 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
     plain = [e for e in plain if len(e.ours) == 1 or not any(n.rpartition(".")[0] in packed for n in e.ours)]
     ruled = {n for e in plain for n in e.ours}
     own = [Entry((n,), (n,)) for n in have if n not in ruled]
-    kept = [e for e in plain + own if e.ours[0] in have and e.ours[0].rpartition(".")[0] not in packed]
+    inside = {f"{path}.{name}" for path, child in packed.items() for name in child.spec.tensors(*child.at)}
+    kept = [e for e in plain + own if e.ours[0] in have and e.ours[0] not in inside]
     return kept + [_packed_entry(path, child, names, format) for path, child in packed.items()]
 
 

@@ -63,6 +63,14 @@ class Step:
         """Every row holds positions start .. start+length-1."""
         return cls(torch.arange(start, start + length, device=device).expand(batch, -1), start)
 
+    def to(self, device: torch.device) -> Step:
+        """The same call on another device, moved once for all layers there; what those share is their own."""
+        return self if self.pos.device == device else self.once(f"on {device}", lambda: self._moved(device))
+
+    def _moved(self, device: torch.device) -> Step:
+        segment, axes, inputs = (None if x is None else x.to(device) for x in (self.segment, self.axes, self.inputs))
+        return Step(self.pos.to(device), self.start, segment, axes, inputs)
+
     @property
     def valid(self) -> Tensor:
         """[B, T] bool, False on padding."""

@@ -95,7 +95,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     joined = (octets << _shifts(bits, codes.device)).sum(-1, keepdim=True)  # eight codes fill exactly ``bits`` bytes
     stream = joined.view(torch.uint8)[..., :bits].flatten(-2)
     size = 4 * packed_size(codes.shape[-1], bits)
-    return F.pad(stream, (0, size - stream.shape[-1])).view(torch.int32)
+    cut = F.pad(stream, (0, size - stream.shape[-1])).flatten()  # one row that was cut keeps a stride that cannot be viewed as words
+    return cut.view(torch.int32).view(*codes.shape[:-1], size // 4)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:

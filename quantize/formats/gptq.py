@@ -129,15 +129,6 @@ class GPTQFormat(Format):
         warnings.warn(f"qzeros holds the zero points of {other}, but {PLACE} says {self.version}; they are read as {other}", stacklevel=2)
 
 
-@part(Format, "gptq_v2", source="GPTQModel, checkpoint_format gptq_v2")
-@dataclass(frozen=True, kw_only=True)
-class GPTQv2Format(GPTQFormat):
-    """Version 2: zero points are stored as they are. Read by GPTQModel and vLLM."""
-
-    version: ClassVar[str] = "gptq_v2"
-    less: ClassVar[int] = 0
-
-
 def _version(config: Mapping[str, Any]) -> str:
     found = config.get("checkpoint_format") or config.get("format") or "gptq"
     return found if isinstance(found, str) else "gptq"

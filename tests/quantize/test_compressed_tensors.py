@@ -134,7 +134,9 @@ def test_schemes_that_cannot_be_held(change: dict[str, Any], named: str) -> None
 def test_other_things_that_cannot_be_held() -> None:
     with pytest.raises(ValueError, match="kv_cache_scheme"):
         FORMAT.storage(scheme() | {"kv_cache_scheme": {"num_bits": 8}}, NAME, {})
-    with pytest.raises(ValueError, match="format: 'float-quantized'"):
+    with pytest.raises(ValueError, match="format: 'marlin-24' is not supported; supported: pack-quantized, "):
+        FORMAT.storage(scheme() | {"format": "marlin-24"}, NAME, {})
+    with pytest.raises(ValueError, match=r"weights\.type: 'int' is not supported; supported: float; .*weights\.num_bits: 4"):
         FORMAT.storage(scheme() | {"format": "float-quantized"}, NAME, {})
     with pytest.raises(ValueError, match="weight_g_idx"):
         FORMAT.storage(scheme(), NAME, {"weight_g_idx": TensorInfo((8,), "int32")})
@@ -188,7 +190,7 @@ def test_mixed_storages_become_groups() -> None:
 
 def test_other_storages_are_refused() -> None:
     assert FORMAT.accepts(PackedInt()) == []
-    assert FORMAT.accepts(Dense()) == ["pack-quantized holds packed_int, not dense"]
+    assert FORMAT.accepts(Dense()) == ["compressed-tensors has no scheme for dense"]
 
 
 # ---- whole models ------------------------------------------------------------------------------------------------------------

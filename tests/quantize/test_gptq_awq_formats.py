@@ -22,7 +22,8 @@ from zoo.components.numerics import integer
 from zoo.components.spec import TensorInfo
 from zoo.quantize import quantize
 from zoo.quantize.formats.awq import AWQFormat
-from zoo.quantize.formats.gptq import GPTQFormat, GPTQv2Format
+from zoo.quantize.formats.gptq import GPTQFormat
+from zoo.quantize.formats.gptq_v2 import GPTQv2Format
 
 V1, V2, AWQ = GPTQFormat(), GPTQv2Format(), AWQFormat()
 NAME = "model.layers.0.mlp.down_proj"
@@ -182,12 +183,12 @@ def test_biases_of_zeros_that_no_module_has_are_passed_over(tmp_path: Path) -> N
     ({"bits": 5}, r"quantization_config\.bits: 5 is not supported; supported: 2, 3, 4, 8"),
     ({"bits": True}, r"bits: True is not supported"),
     ({"group_size": 0}, r"group_size must be a positive number or -1"),
-    ({"sym": "yes"}, r"sym: 'yes' is not supported"),
+    ({"sym": "yes"}, r"sym is the text 'yes'; write true"),
     ({"pack_dtype": "int64"}, r"pack_dtype: 'int64' is not supported; supported: int32"),
     ({"checkpoint_format": "marlin"}, r"of no known kind of gptq; known: gptq, gptq_v2"),
     ({"dynamic": {"+:[": {}}}, r"dynamic: '\[' is no regular expression"),
     ({"group_size": 16}, r"qzeros is \[2, 8\], it must be \[4, 8\]"),
-    ({"desc_act": "no"}, r"desc_act: 'no' is not supported"),
+    ({"desc_act": 3}, r"desc_act: 3 is not supported"),
 ])  # fmt: skip
 def test_what_a_gptq_config_may_not_say(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(tmp_path, "gptq")

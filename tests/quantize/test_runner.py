@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -315,7 +316,8 @@ def test_one_unquantized_layer_is_held_at_a_time(checkpoint: Path, monkeypatch: 
 def test_progress_is_one_line_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
     run(small(), progress=True)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("1/2 layers.0: 7 modules, output error at most 0.")
+    assert len(lines) == 3
+    assert re.fullmatch(r"quantizing takes about \d+ s and [\d.]+ MiB of memory \(hessians [\d.]+ MiB, factor .*\)", lines[0])
+    assert lines[1].startswith("1/2 layers.0: 7 modules, output error at most 0.")
     run(small(), progress=False)
     assert capsys.readouterr().err == ""

@@ -32,7 +32,12 @@ BASE: dict[str, Any] = {
     "variants": [
         {"label": "baseline"},
         {"label": "rtn", "quantizer": {"name": "rtn", "bits": 4, "group_size": 16}},
-        {"label": "gptq", "quantizer": {"name": "gptq", "bits": 4, "group_size": 16}, "rules": ["*.mlp.down=keep"]},
+        {
+            "label": "gptq",
+            "quantizer": {"name": "gptq", "bits": 4, "group_size": 16},
+            "transforms": ["smoothquant"],
+            "rules": ["*.mlp.down=keep"],
+        },
         {"label": "window", "override": ["layers.*.mixer.pattern={name: window, size: 4}"]},
     ],
 }
@@ -80,6 +85,9 @@ def test_mistakes_come_at_once_with_their_place(tmp_path: Path) -> None:
     ({"variants": [{"label": "\u732b" * 60}]}, "it has 180 bytes, at most 160"),
     ({"measure": {}}, "nothing to measure"),
     ({"variants": [{"label": "a", "rules": ["x=keep"]}]}, "rules need a quantizer"),
+    ({"variants": [{"label": "a", "transforms": ["awq"]}]}, "transforms need a quantizer"),
+    ({"variants": [{"label": "a", "quantizer": "rtn", "transforms": [{"name": "smoothquant", "alpha": 3}]}]},
+     "variants.0.transforms.0.alpha: must lie in 0..1"),
     ({"variants": [{"label": "a", "convert": ["mha", "mqq"]}]}, r"variants\.0\.convert\.1: nothing converts to 'mqq'; did you mean 'mqa'"),
     ({"variants": [{"label": "a", "convert": [{"name": "mla", "rnk": 3}]}]}, r"convert\.0: rnk: .*did you mean 'rank'"),
     ({"measure": {"perplexity": {"context": []}}}, r"measure\.perplexity\.context: several contexts differ, and there is at least one"),

@@ -66,6 +66,23 @@ def test_quantize_writes_a_verified_folder(zoo_command, model: str, tmp_path: Pa
     assert "is not empty" in err
 
 
+def test_quantize_takes_transforms_and_a_methods_own_defaults(zoo_command, model: str, tmp_path: Path) -> None:
+    out = tmp_path / "awq"
+    words = ("--samples", "2", "--length", "16", "--transform", "{name: rotation, block: 16}", "--transform", "smoothquant",
+             "--least-tokens", "3", "--offload", str(tmp_path), "--option", "symmetric=true")  # fmt: skip
+    status, _, err = zoo_command("quantize", model, "rtn", "--out", str(out), "--group-size", "16", *words)
+    assert status == 0, err
+    report = json.loads((out / "quantization_report.json").read_text())
+    assert report["settings"]["transforms"] == [{"name": "rotation", "block": 16}, "smoothquant"]
+    assert report["settings"]["method"] == {"name": "rtn", "group_size": 16}
+    assert {c["transform"] for c in report["changes"]} >= {"smoothquant"}
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("activations")]
+    for given in ("bits=3", "symmetric"):
+        status, _, err = zoo_command("quantize", model, "rtn", "--out", str(tmp_path / "no"), "--option", given)
+        assert status == 2
+        assert f"--option {given}: write name=value" in err
+
+
 def test_convert_says_what_it_costs_and_writes_a_verified_folder(zoo_command, model: str, tmp_path: Path) -> None:
     out, figures = tmp_path / "converted", tmp_path / "r.json"
     words = ("convert", model, "--to", "mha", "--to", "layers.0.mixer.projection={name: mla, rank: 20}", "--samples", "2",

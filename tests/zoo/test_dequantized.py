@@ -16,6 +16,7 @@ import zoo
 from tests.zoo.families.harness import Case, ids
 from zoo.checkpoint import CheckpointError
 from zoo.dequantized import from_fp8, from_mxfp4
+from zoo.weights import linears
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
@@ -108,8 +109,23 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @torch.no_grad()
 def test_deepseek_in_fp8(deepseek: tuple[Path, Path]) -> None:
     plain, packed = deepseek
-    assert zoo.spec(packed) == zoo.spec(plain)
-    assert torch.equal(zoo.load(packed)(ids(1)), zoo.load(plain)(ids(1)))
+    model = zoo.load(packed, quantized="dequantize")
+    assert model.spec == zoo.spec(plain)
+    assert torch.equal(model(ids(1)), zoo.load(plain)(ids(1)))
+
+
+@torch.no_grad()
+def test_deepseek_stays_in_fp8(deepseek: tuple[Path, Path]) -> None:
+    """Every matrix that was in FP8 is, experts too, and stands for the plain one."""
+    plain, packed = (zoo.load(folder) for folder in deepseek)
+    kinds = {path: child.spec.name for path, child in linears(packed.spec)}
+    wanted = {path for path in kinds if "projection" in path or (".mlp." in path and "router" not in path)}
+    wanted -= {path for path in kinds if path.endswith("kv_down")}  # kv_a_proj_with_mqa is plain in these files
+    assert {path for path, kind in kinds.items() if kind == "packed_float"} == wanted
+    for path in kinds:
+        ours, exact = (m.get_submodule(path).dense_weight(torch.float32) for m in (packed, plain))  # type: ignore[operator]
+        assert torch.equal(ours, exact), path
+    assert (packed(ids(1)) - plain(ids(1))).norm() < 0.2 * plain(ids(1)).norm()  # the inputs are rounded to FP8
 
 
 @pytest.mark.parametrize(
@@ -137,3 +153,11 @@ def test_missing_scales_are_named(gpt_oss: tuple[Path, Path], tmp_path: Path) ->
 def test_a_block_larger_than_the_weight_takes_no_memory() -> None:
     weight, scale = torch.ones(4, 8).to(torch.float8_e4m3fn), torch.full((1, 1), 2.0)
     assert torch.equal(from_fp8(weight, scale, [1_500_000_000, 128]), torch.full((4, 8), 2.0))
+
+
+def test_a_vector_in_fp8_has_no_blocks_and_is_named(deepseek: tuple[Path, Path], tmp_path: Path) -> None:
+    tensors = load_file(deepseek[1] / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    broken = rewritten(deepseek[1], tmp_path / "broken", tensors, FP8)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[\d+\], and a tensor of one dimension has no blocks"):
+        zoo.load(broken, quantized="dequantize")

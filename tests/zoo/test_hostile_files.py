@@ -22,7 +22,7 @@ from zoo.classify import classify
 from zoo.components.spec import MOST, SpecError, dump, load
 from zoo.layouts import split, split_evenly, viewed
 from zoo.model import ModelSpec
-from zoo.quantize.formats.compressed_tensors import _match
+from zoo.quantize.formats.compressed_tensors._matching import match
 from zoo.weights import Entry, changed, folded
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -131,14 +131,14 @@ def test_repeats_inside_repeats_are_counted_together() -> None:
 @pytest.mark.parametrize("pattern", ["(([a-z0-9._]+)+)+#", "((.{1,1000}){1,1000}){1,1000}#"])  # Python's own engine hangs at both
 def test_expressions_that_hang_others_are_matched_at_once(pattern: str) -> None:
     start = time.perf_counter()
-    assert _match("model.layers.0.self_attn.q_proj", [f"re:{pattern}"], "ignore") is None
+    assert match("model.layers.0.self_attn.q_proj", [f"re:{pattern}"], "ignore") is None
     assert time.perf_counter() - start < 5
 
 
 def test_expressions_have_a_limit() -> None:
     slow = "(a|a)*b|(([a-z._0-9]|[a-z._0-9])*)*#"
     with pytest.raises(ValueError, match=r"ignore: an expression .* takes more than .* seconds to match model.layers.0"):
-        _match("model.layers.0.self_attn.q_proj.weight.and.so.on", [f"re:{slow}"], "ignore")
+        match("model.layers.0.self_attn.q_proj.weight.and.so.on", [f"re:{slow}"], "ignore")
 
 
 # ---- what reading may meet
@@ -151,6 +151,8 @@ def test_expressions_have_a_limit() -> None:
     ({"model_type": "zoo", "zoo_spec": {**SMALL, "checkpoint": "lama"}}, "zoo_spec.checkpoint: 'lama' .*did you mean 'llama'"),
     ({"model_type": "mixtral"}, "config.json has no num_local_experts"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings is the text 'false'; write false without quotes"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings is the text 'no'; write false without quotes"),
+    ({"attention_bias": "1"}, "attention_bias is the text '1'; write true or 1 without quotes"),
     ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' .* write float32, bfloat16, float16, float64"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": NAN}}, r"position\.theta: .* finite number, got nan"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": INFINITE}}, r"position\.theta: .* finite number, got inf"),

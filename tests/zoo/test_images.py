@@ -91,7 +91,9 @@ def test_names_of_older_files(kind: str) -> None:
     ({"image_processor_type": "ViTImageProcessor", "image_mean": [0.1, 0.2]}, "2 values for 3 channels"),
     ({"image_processor_type": "ViTImageProcessor", "do_pad": True}, "do_pad is not supported"),
     ({"image_processor_type": "ViTImageProcessor", "do_center_crop": True}, "size None is not supported"),
-    ({"image_processor_type": "ViTImageProcessor", "size": 0}, r"a side must be a whole number in 1\.\.9459, got 0"),
+    ({"image_processor_type": "ViTImageProcessor", "size": 0}, r"a side must be a whole number in 1\.\.4096, got 0"),
+    ({"image_processor_type": "ViTImageProcessor", "size": 9459}, r"a side must be a whole number in 1\.\.4096, got 9459"),
+    ({"image_processor_type": "ViTImageProcessor", "image_std": [0.5, 0, 0.5]}, r"image_std must not contain 0, .*\[0\.5, 0\.0, 0\.5\]"),
     ({"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 10**9, "width": 1}}, "a side must be .* got 1000000000"),
     ({"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": "x"}}, "a side must be .* got 'x'"),
 ])  # fmt: skip

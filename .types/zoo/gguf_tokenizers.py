@@ -1,0 +1,1 @@
+../../zoo/gguf_tokenizers.py
