@@ -169,17 +169,22 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
                    least_tokens: Annotated[int, typer.Option(help="Experts that saw fewer are rounded without data.")] = 1,
                    all_experts: Annotated[bool, typer.Option("--all-experts", help="Show every token to every expert.")] = False,
                    offload: Annotated[Path | None, typer.Option(help="Folder for activations, which else lie in memory.")] = None,
+                   format: Annotated[str | None, typer.Option(help="Of the files (zoo list format); the first that fits.")] = None,
                    set: SetOption = None, dtype: DtypeOption = "auto",
                    device: DeviceOption = "cpu", overwrite: bool = False) -> None:  # fmt: skip
     """Quantize a model layer by layer and write it; a killed run continues when started again."""
     from zoo.components.spec import read_value
     from zoo.loading import load
     from zoo.quantize import quantize, verify
-    from zoo.saving import check_folder, save
+    from zoo.quantize.rules import quantizer
+    from zoo.saving import check_folder, check_format, format_named, save
 
     check_folder(out, overwrite)
     work = out.with_name(f"{out.name}.work")
     options = quantizer_options(bits, group_size, option or ())
+    if format is not None:
+        whole = options | ({"bits": int(bits)} if bits is not None else {})
+        check_format(format_named(format), {method: quantizer(method, whole).storage})
     loaded = load(model, dtype=dtype, device=device, override=set or (), lazy=True)
     report = quantize(loaded, method, transforms=[read_value(t) for t in transform or ()], calibration=text, samples=samples, length=length,
                       seed=seed, rules=rule or (), choices=choice, least_tokens=least_tokens, all_experts=all_experts, work_dir=work,
@@ -187,7 +192,7 @@ def quantize_model(model: ModelArgument, method: Annotated[str, typer.Argument(h
     if report.budget:
         console().print(report.budget.table())
     console().print(report.table())
-    saved = save(loaded, out, overwrite=overwrite, check=lambda folder: verify(loaded, folder))
+    saved = save(loaded, out, format=format, overwrite=overwrite, check=lambda folder: verify(loaded, folder))
     (out / "quantization_report.json").write_text(report.to_json(), encoding="utf-8")
     shutil.rmtree(work)
     print_saved(saved)

@@ -26,6 +26,7 @@ from zoo.weights import SAME, Entry, entries, linear_names, linears, written_out
 
 SHARD = 5_000_000_000  # bytes
 GGUF = "gguf"
+FORMATS = ("compressed_tensors", "bitsandbytes", "aqlm", "native")  # in which quantized weights are written, the most widely read first
 NAMED = 8  # of a folder's entries, in a message
 
 
@@ -39,12 +40,12 @@ class Saved:
     transformers: str | None = field(default=None)
 
 
-def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors", blocks: str | None = None, shard_bytes: int = SHARD,
+def save(model: Model, folder: str | Path, *, format: str | None = None, blocks: str | None = None, shard_bytes: int = SHARD,
          overwrite: bool = False, check: Callable[[Path], object] | None = None) -> Saved:  # fmt: skip
     """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
 
-    format: how quantized linear modules are written. A folder that holds anything is refused unless ``overwrite``, which replaces a
-    checkpoint whole; any other folder is refused all the same. Everything is written beside the folder first, ``check`` is called with
+    format: how quantized linear modules are written, None: the first of FORMATS that holds them all. A folder that holds anything is
+    refused unless ``overwrite``, which replaces a checkpoint whole; any other folder is refused all the same. Everything is written beside the folder first, ``check`` is called with
     what was written (``zoo.quantize.verify``, say) and may raise, and only then the new folder takes the place of the old one. A model
     that its family's config cannot describe (a swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it,
     transformers does not, and the result says why.
@@ -60,7 +61,7 @@ def save(model: Model, folder: str | Path, *, format: str = "compressed_tensors"
     if format == GGUF:
         return _save_file(model, folder, blocks, shard_bytes, overwrite, check)
     if blocks is not None:
-        raise ValueError(f"blocks={blocks!r} is for format='gguf'; {format} keeps weights as they are")
+        raise ValueError(f"blocks={blocks!r} is for format='gguf'; {format or 'every other'} keeps weights as they are")
     check_folder(folder, overwrite)
     check_loaded(model)
     family, written = family_of(model.spec), format_of(model.spec, format)
@@ -147,17 +148,41 @@ def family_of(spec: ModelSpec) -> Family:
     return family
 
 
-def format_of(spec: ModelSpec, name: str) -> Format | None:
+def format_of(spec: ModelSpec, name: str | None) -> Format | None:
     """The format part for a spec's packed storages, None where it has none. Raises ValueError with the format's reasons."""
-    format = registry.get("format", name).spec()
-    assert isinstance(format, Format)
-    storages = {path: child.spec for path, child in linears(spec) if child.spec.name != "dense"}
+    named = format_named(name or FORMATS[0])
+    storages = {path: child.spec for path, child in linears(spec) if isinstance(child.spec, Linear) and child.spec.name != "dense"}
     if not storages:
         return None
-    refused = [f"{path}: {reason}" for path, s in storages.items() if isinstance(s, Linear) for reason in format.accepts(s)]
-    if refused:
-        raise ValueError(f"{name} cannot hold this model: " + "; ".join(refused))
+    if name is None:
+        on_disk = disk_storages(spec, family_of(spec))
+        return next((f for f in map(format_named, FORMATS) if holds(f, on_disk)), named)
+    check_format(named, storages)
+    return named
+
+
+def format_named(name: str) -> Format:
+    format = registry.get("format", name).spec()
+    assert isinstance(format, Format)
     return format
+
+
+def check_format(format: Format, storages: Mapping[str, Linear]) -> None:
+    """Raise ValueError, with the modules and the reasons, where a format cannot hold storages."""
+    refused = [f"{path}: {reason}" for path, storage in storages.items() for reason in format.accepts(storage)]
+    if refused:
+        raise ValueError(f"{format.name} cannot hold this model: {'; '.join(refused)}. Leave the format out for one that can")
+
+
+def holds(format: Format, storages: Mapping[str, Linear]) -> bool:
+    """Whether one file of a format can hold all modules of a model, by their names on disk."""
+    if any(format.accepts(s) for s in storages.values() if s.name != "dense"):
+        return False
+    try:
+        format.config(storages)
+    except ValueError:
+        return False
+    return True
 
 
 def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format: Format | None) -> tuple[dict[str, Any], str | None]:
