@@ -45,10 +45,10 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
     """Write config.json, the weights (in shards of at most ``shard_bytes``) and the tokenizer into ``folder``.
 
     format: how quantized linear modules are written, None: the first of FORMATS that holds them all. A folder that holds anything is
-    refused unless ``overwrite``, which replaces a checkpoint whole; any other folder is refused all the same. Everything is written beside the folder first, ``check`` is called with
-    what was written (``zoo.quantize.verify``, say) and may raise, and only then the new folder takes the place of the old one. A model
-    that its family's config cannot describe (a swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it,
-    transformers does not, and the result says why.
+    refused unless ``overwrite``, which replaces a checkpoint whole; any other folder is refused all the same. Everything is written
+    beside the folder first, ``check`` is called with what was written (``zoo.quantize.verify``, say) and may raise, and only then the
+    new folder takes the place of the old one. A model that its family's config cannot describe (a swapped pattern, say) is written with
+    its spec in config.json; ``zoo.load`` reads it, transformers does not, and the result says why.
 
     format="gguf" writes one file, NAME.gguf, for llama.cpp. Packed weights are written in the blocks that hold them exactly (4 bits in
     groups of 32 as q4_0 or q4_1, 8 bits as q8_0, MXFP4 as itself); blocks: what the others are rounded to (f32, bf16, f16, q8_0, q6_k,

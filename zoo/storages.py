@@ -57,7 +57,7 @@ def packed_modules(spec: ModelSpec, family: Family, format: Format, checkpoint: 
     """How the weights of packed modules are read as plain ones, by the names that those have. Raises CheckpointError for one missing."""
     names, found = linear_names(entries(plain_spec(spec), family.rules(spec))), {}
     for path, child in linears(spec):
-        if child.spec.name == "dense":
+        if not isinstance(child.spec, Linear) or child.spec.name == "dense":
             continue
         name = names.get(path, path)
         leaves = tuple(format.disk_names(child.spec, False))

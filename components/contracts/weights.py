@@ -56,6 +56,10 @@ class StoredLinear(Prepared):
         """The tensors as they are saved, named as by the spec's ``own_tensors``."""
         raise NotImplementedError
 
+    def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [outputs, inputs], by default in the dtype that holds it best."""
+        raise NotImplementedError
+
     def hold(self, canonical: dict[str, Tensor]) -> None:
         """Take these tensors, named as they are saved and without the bias, in place of those held."""
         raise NotImplementedError

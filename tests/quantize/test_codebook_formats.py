@@ -117,7 +117,7 @@ def test_what_is_saved_says_who_reads_it(tmp_path: Path) -> None:
     result = zoo.save(model, tmp_path / "native", format="native")
     assert result.transformers == "it knows no quant_method modular-zoo"
     with pytest.raises(ValueError, match=r"compressed_tensors cannot hold this model: .*rotated"):
-        zoo.save(model, tmp_path / "other")
+        zoo.save(model, tmp_path / "other", format="compressed_tensors")
     with pytest.raises(ValueError, match="aqlm holds additive, not rotated"):
         zoo.save(model, tmp_path / "other", format="aqlm")
     assert not (tmp_path / "other").exists()

@@ -170,7 +170,7 @@ def test_what_no_other_tool_holds_is_saved_in_the_native_format(name: str, setti
     model = zoo.load(zoo_folder(tmp_path))
     quantize(model, name, progress=False, **settings)
     with pytest.raises(ValueError, match="compressed-tensors has no scheme for"):
-        zoo.save(model, tmp_path / "refused")
+        zoo.save(model, tmp_path / "refused", format="compressed_tensors")
     zoo.save(model, tmp_path / "saved", format="native")
     assert verify(model, tmp_path / "saved").logit_difference == 0
     assert same_bits(zoo.load(tmp_path / "saved"), model)

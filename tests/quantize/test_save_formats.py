@@ -14,7 +14,6 @@ from tests.quantize.models import ids
 from tests.zoo.oracle import llama_checkpoint
 from zoo.quantize import quantize, verify
 
-
 SAMPLED = {"calibration": "ids"}
 CASES = [
     ("rtn", {}, "compressed-tensors"),

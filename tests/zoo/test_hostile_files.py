@@ -225,7 +225,7 @@ def test_labels_must_be_an_object(tmp_path: Path, labels: object) -> None:
 def test_images_that_cannot_be_prepared_are_named(tmp_path: Path) -> None:
     from PIL import Image
 
-    vit(tmp_path / "vit", {**SETTINGS, "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 9000}})
+    vit(tmp_path / "vit", {**SETTINGS, "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 4000}})
     model = zoo.load(tmp_path / "vit")
     Image.new("I;16", (4, 4)).save(tmp_path / "deep.png")
     Image.new("L", (2, 4000)).save(tmp_path / "long.png")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -46,8 +48,8 @@ def round_run(left: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, count: 
     error = torch.empty_like(left[:count])
     stride = outputs if len(scale) > 1 else 0
     with torch.cuda.device(left.device):
-        _round_run[(triton.cdiv(outputs, TILE),)](
-            left, factor, scale, zero, error, outputs, factor.stride(0), stride, float(top), count, triton.next_power_of_2(count), TILE
-        )
+        grid, sizes = (triton.cdiv(outputs, TILE),), (count, triton.next_power_of_2(count), TILE)
+        launch: Any = _round_run[grid]  # whose stub wants objects of the compiler where it takes numbers
+        launch(left, factor, scale, zero, error, outputs, factor.stride(0), stride, float(top), *sizes)
     left[count:].addmm_(factor[:count, count:].t(), error, alpha=-1)
     return error
