@@ -54,11 +54,12 @@ def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def logits(model: Model, *, cached: bool) -> torch.Tensor:
+    ids = IDS.to(model.device)
     with torch.no_grad():
         if not cached:
-            return model(IDS)
+            return model(ids)
         cache = model.new_cache(1)
-        return torch.cat([model(IDS[:, :9], cache=cache), *(model(IDS[:, i : i + 1], cache=cache) for i in range(9, 24))], 1)
+        return torch.cat([model(ids[:, :9], cache=cache), *(model(ids[:, i : i + 1], cache=cache) for i in range(9, 24))], 1)
 
 
 @pytest.mark.parametrize("cached", [False, True])
