@@ -27,14 +27,16 @@ class GPTQ(IntegerQuantizer):
     """Round input by input, correcting the inputs not yet rounded by the inverse Hessian of the calibration data.
 
     damping: added to the Hessian's diagonal, as a share of its mean. act_order: inputs of large activations first, with scales fitted
-    before (so that groups stay runs of neighbours and nothing more is stored). A matrix that cannot be factored is damped more, up to
-    1.0, in float32 then float64; where all fail, or no token was seen, the module is rounded to nearest, and its row says so.
+    before (so that groups stay runs of neighbours and nothing more is stored). static_groups: scales are fitted before without that
+    order too, not to the weights as they are corrected when the rounding arrives at a group. A matrix that cannot be factored is damped
+    more, up to 1.0, in float32 then float64; where all fail, or no token was seen, the module is rounded to nearest, and its row says so.
     """
 
     calibrated = True
 
     damping: float = 0.01
     act_order: bool = False
+    static_groups: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not 0 < self.damping <= LADDER[-1]:
@@ -87,7 +89,7 @@ class Groups:
     def __init__(self, spec: GPTQ, weight: Tensor, order: Tensor):
         self.spec, self.grid, self.order = spec, spec.storage.grid, order
         self.size = self.grid.group_size or weight.shape[1]
-        self.fixed = spec.act_order or self.grid.group_size is None
+        self.fixed = spec.act_order or spec.static_groups or self.grid.group_size is None
         self.scale = weight.new_empty(self.grid.groups(weight.shape[1]), len(weight))  # [G, N], values of the stored dtype
         self.zero = torch.empty_like(self.scale)
         if self.fixed:

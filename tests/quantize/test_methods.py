@@ -205,3 +205,13 @@ def test_specs_survive_dumping(method: str) -> None:
     assert load(Quantizer, dump(spec)) == spec
     assert quantizer(spec, {}) == spec
     assert quantizer(spec, {"bits": 2}) == quantizer(method, {"bits": 2, "group_size": None})
+
+
+def test_static_groups_have_the_scales_of_the_original_weight() -> None:
+    weight, x = torch.randn(24, 128), torch.randn(400, 128) * torch.rand(128)
+    hessian = Hessian(128)
+    hessian.update(x)
+    fixed, moving = (GPTQ(group_size=32, static_groups=s).quantize(weight, hessian).tensors["scale"] for s in (True, False))
+    expected, _ = integer.fit(weight, GPTQ(group_size=32).storage.grid)
+    assert torch.equal(fixed, expected)
+    assert not torch.equal(moving, expected)
