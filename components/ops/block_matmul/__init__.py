@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zoo.components import registry
 from zoo.components.numerics.blockwise import Codebook
+from zoo.components.ops.choice import fastest
 from zoo.components.spec import Spec
 
 Held = Mapping[str, Tensor]
@@ -52,11 +52,4 @@ class BlockMatmul(Spec):
 
 def choose(wanted: BlockMatmul | None, form: Form, device: torch.device) -> BlockMatmul:
     """``wanted``, or for None the fastest implementation that accepts. Raises ValueError with the reasons of one that refuses."""
-    if wanted is None:
-        known = [part.spec() for part in registry.parts(BlockMatmul.family)]
-        ranked = sorted((m for m in known if isinstance(m, BlockMatmul)), key=lambda m: -m.rank)
-        return next(m for m in ranked if not m.refuses(form, device))
-    reasons = wanted.refuses(form, device)
-    if reasons:
-        raise ValueError(f"block_matmul {wanted.name} {' and '.join(reasons)}; leave matmul out for the fastest that accepts")
-    return wanted
+    return fastest(BlockMatmul, wanted, form, device)

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zoo.components import registry
 from zoo.components.numerics.scaled import Grid
+from zoo.components.ops.choice import fastest
 from zoo.components.spec import Spec
 
 Held = Mapping[str, Tensor]
@@ -53,14 +53,7 @@ class FloatMatmul(Spec):
 
 def choose(wanted: FloatMatmul | None, form: Form, device: torch.device) -> FloatMatmul:
     """``wanted``, or for None the fastest implementation that accepts. Raises ValueError with the reasons of one that refuses."""
-    if wanted is None:
-        known = [part.spec() for part in registry.parts(FloatMatmul.family)]
-        ranked = sorted((m for m in known if isinstance(m, FloatMatmul)), key=lambda m: -m.rank)
-        return next(m for m in ranked if not m.refuses(form, device))
-    reasons = wanted.refuses(form, device)
-    if reasons:
-        raise ValueError(f"float_matmul {wanted.name} {' and '.join(reasons)}; leave matmul out for the fastest that accepts")
-    return wanted
+    return fastest(FloatMatmul, wanted, form, device)
 
 
 def tensor_scale(held: Held, prefix: str = "") -> Tensor | None:

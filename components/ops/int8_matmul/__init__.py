@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zoo.components import registry
+from zoo.components.ops.choice import fastest
 from zoo.components.spec import Spec
 
 
@@ -34,11 +34,4 @@ class Int8Matmul(Spec):
 
 def choose(wanted: Int8Matmul | None, inputs: int, outputs: int, device: torch.device) -> Int8Matmul:
     """``wanted``, or for None the fastest implementation that accepts. Raises ValueError with the reasons of one that refuses."""
-    if wanted is None:
-        known = [part.spec() for part in registry.parts(Int8Matmul.family)]
-        ranked = sorted((m for m in known if isinstance(m, Int8Matmul)), key=lambda m: -m.rank)
-        return next(m for m in ranked if not m.refuses(inputs, outputs, device))
-    reasons = wanted.refuses(inputs, outputs, device)
-    if reasons:
-        raise ValueError(f"int8_matmul {wanted.name} {' and '.join(reasons)}; leave matmul out for the fastest that accepts")
-    return wanted
+    return fastest(Int8Matmul, wanted, inputs, outputs, device)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zoo.components import registry
+from zoo.components.ops.choice import fastest
 from zoo.components.spec import Spec
 
 
@@ -37,11 +37,4 @@ class OutlierMatmul(Spec):
 
 def choose(wanted: OutlierMatmul | None, device: torch.device) -> OutlierMatmul:
     """``wanted``, or for None the fastest implementation that accepts. Raises ValueError with the reasons of one that refuses."""
-    if wanted is None:
-        known = [part.spec() for part in registry.parts(OutlierMatmul.family)]
-        ranked = sorted((m for m in known if isinstance(m, OutlierMatmul)), key=lambda m: -m.rank)
-        return next(m for m in ranked if not m.refuses(device))
-    reasons = wanted.refuses(device)
-    if reasons:
-        raise ValueError(f"outlier_matmul {wanted.name} {' and '.join(reasons)}; leave matmul out for the fastest that accepts")
-    return wanted
+    return fastest(OutlierMatmul, wanted, device)
