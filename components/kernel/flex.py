@@ -54,7 +54,8 @@ class FlexKernel(nn.Module):
 
 def block_mask(step: Step, view: View, pattern: Pattern) -> BlockMask:
     """The pattern over the columns of this call, which are positions only through ``pos`` and ``kpos``."""
-    qpos, kpos, qdoc, kdoc = step.pos, view.kpos, step.segment, view.ksegment
+    # Objects of their own: where a call's queries and keys shared one, PyTorch's compiler would compile again, and fail over saying why.
+    qpos, kpos, qdoc, kdoc = step.pos, view.kpos.detach(), step.segment, None if view.ksegment is None else view.ksegment.detach()
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         q = Tokens(qpos[b, i], None if qdoc is None else qdoc[b, i])

@@ -110,6 +110,24 @@ def test_declared_tensors_are_the_built_ones(kernel: str) -> None:
     assert {n: t.shape for n, t in spec.kernel.tensors(spec.projection).items()} == built
 
 
+@torch.no_grad()
+def test_flex_after_calls_with_a_bias_and_positions_of_their_own() -> None:
+    """PyTorch's compiler failed here while it looked for the reason to compile again: the earlier call's bias is not there any more."""
+    torch._dynamo.reset()
+    fields = {"projection": {"name": "gqa", "heads": 2, "kv_heads": 2, "head_dim": 8}, "kernel": "flex"}
+    biased, plain = (load(MixerSpec, fields | {"position": name}).build(M, 0) for name in ("alibi", "rope"))
+    x, step, apart = torch.randn(1, 9, M), Step.plain(0, 1, 9), torch.arange(9)[None]
+
+    def call(mix: Mixer, kpos: Tensor) -> Tensor:
+        q, new = mix.projection.write(x, step, mix.position)
+        return run(mix, mix.projection.read(q, new), View(new, kpos), Step(step.pos))
+
+    call(biased, apart)
+    for _ in range(30):  # a guard that fails often is asked first
+        call(biased, apart.int())
+    assert call(plain, step.pos).isfinite().all()
+
+
 def with_parameters() -> list[str]:
     mixes = {name: completed(kernel=name) for name in names("kernel")}
     return [n for n, m in mixes.items() if m and m.spec.kernel.history and m.spec.kernel.tensors(m.spec.projection)]
