@@ -57,7 +57,15 @@ def test_eight_bits_change_little_and_rows_say_how_much() -> None:
     assert (model(x) - before(x)).abs().max() < 0.02 * before(x).abs().max()
     row = report.rows[0]
     assert row.module == "layers.0.mixer.projection.q"
-    assert row.settings == {"bits": 8, "group_size": None, "symmetric": True, "scale_search": "minmax", "damping": 0.01, "act_order": False, "static_groups": False}
+    assert row.settings == {
+        "bits": 8,
+        "group_size": None,
+        "symmetric": True,
+        "scale_search": "minmax",
+        "damping": 0.01,
+        "act_order": False,
+        "static_groups": False,
+    }
     assert row.tokens == 6 * 24
     assert row.facts == {"damping": 0.01}
     assert row.bits_per_weight == 8 + 32 / 64

@@ -83,8 +83,7 @@ def test_latent_operands_are_absorbed_where_that_is_cheaper(new: int) -> None:
     assert projection.widths_in(Call(new, 40 - new)) == ((12 + 4, 12) if absorbed else (6 + 4, 8))
 
 
-# Not countable: flex runs under no dispatch mode. More than its share by design: split_unified takes far rows again, the emulations of
-# sage2, sage2pp and sage3 multiply apart the means that they take off the queries.
+# Not countable: flex runs under no dispatch mode. What the others do beyond their formula has tests of its own below.
 OTHERWISE = {"flex", "native_sparse", "sage2", "sage2pp", "sage3", "split_unified"}
 SAME_PRODUCTS = [n for n in names("kernel") if n not in OTHERWISE and completed(kernel=n, pattern="full")]
 
@@ -102,6 +101,62 @@ def test_every_kernel_that_sees_all_pairs_computes_them_once(kernel: str) -> Non
     x, step = torch.randn(1, 12, M), Step.plain(0, 1, 12)
     want = choice.spec.flops(Call(12), M, 0)
     assert counted(mixer, x, step, NoCache()) == want
+
+
+def beyond(kernel: str, tokens: int = 64) -> tuple[Any, float, float]:
+    """The mix, its declared operations with every pair shown, and those counted beyond them."""
+    choice: Any = completed(kernel=kernel)
+    spec = choice.spec
+    declared = spec.kernel.flops(Call(tokens), spec.projection)
+    rest = spec.flops(Call(tokens), M, 0) - spec.kernel.flops(at(choice, tokens), spec.projection)
+    return choice, declared, counted(choice.build(), torch.randn(1, tokens, M), Step.plain(0, 1, tokens), NoCache()) - rest - declared
+
+
+def at(choice: Mix, tokens: int) -> Call:
+    """The call as its pattern shows it."""
+    return Call(tokens, shown=choice.spec.pattern.pairs(Call(tokens)))
+
+
+def product_flops(choice: Mix, keys: float, *widths: int, tokens: int = 64, heads: int | None = None) -> float:
+    projection: Any = choice.spec.projection
+    return 2 * (heads or projection.heads) * tokens * keys * sum(widths)
+
+
+@pytest.mark.parametrize("kernel", ["sage2", "sage2pp", "sage3"])
+def test_emulations_that_smooth_queries_multiply_their_means_apart(kernel: str) -> None:
+    choice, _, more = beyond(kernel)
+    assert more == product_flops(choice, 64, choice.spec.projection.widths[0])
+
+
+def test_a_unified_maximum_takes_rows_out_of_reach_again() -> None:
+    choice, declared, more = beyond("split_unified")
+    joined = product_flops(choice, 1, *choice.spec.projection.widths)
+    assert more in (0, joined, declared, declared + joined)
+
+
+def test_native_sparse_by_masks_meets_every_block_and_twice_every_token() -> None:
+    """Declared are the blocks that are picked and the window; the plain form squeezes as declared and masks the rest."""
+    choice, declared, more = beyond("native_sparse")
+    spec, projection, tokens = choice.spec.kernel, choice.spec.projection, 64
+    blocks = (tokens - spec.block) // spec.stride + 1
+    squeezed = Call(projection.groups * blocks)
+    made = sum(c.spec.flops(squeezed, *c.at) for c in spec.children(projection).values())
+    picking = product_flops(choice, blocks, tokens // spec.select_block, heads=projection.groups)
+    assert declared + more == made + picking + product_flops(choice, blocks + 2 * tokens, *projection.widths)
+    assert made == pytest.approx(declared - product_flops(choice, met(spec, tokens), *projection.widths), rel=0.2)
+
+
+def met(spec: Any, tokens: int) -> float:
+    """Keys that a query meets: blocks, the picked ones' tokens, the window."""
+    return tokens / spec.stride + min(tokens, spec.select * spec.select_block) + min(tokens, spec.window)
+
+
+def test_flex_declares_what_its_pattern_shows() -> None:
+    flex, sdpa = completed(kernel="flex"), completed(kernel="sdpa")
+    assert flex
+    assert sdpa
+    assert flex.with_(kernel="sdpa") == sdpa
+    assert flex.spec.flops(Call(64), M, 0) == sdpa.spec.flops(Call(64), M, 0)
 
 
 @pytest.mark.parametrize(("new", "past"), [(1, 100), (40, 60), (600, 40)])
