@@ -42,7 +42,7 @@ import zoo
 from zoo.quantize import quantize
 model = zoo.load(folder, dtype="float32", lazy=True)
 before, began = resident("VmRSS"), time.perf_counter()
-quantize(model, "gptq", bits=4, group_size=64, act_order=True, calibration=ids, progress=False)
+quantize(model, "gptq", bits=4, group_size=64, order="activation", calibration=ids, progress=False)
 seconds, peak = time.perf_counter() - began, resident("VmHWM")
 zoo.save(model, out)
 print(seconds, peak, peak - before)

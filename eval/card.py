@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zoo.checkpoint import is_hub_id
+from zoo.eval.quantization import WRITTEN, picture_name, section
 from zoo.eval.results import Results, Variant, load_results
 from zoo.eval.summary import NOT_MEASURED, summarize
+from zoo.quantize.report import Row, rows_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 AUTO = {  # transformers' class that loads an architecture, by how its name ends
@@ -22,6 +24,7 @@ AUTO = {  # transformers' class that loads an architecture, by how its name ends
     "ForImageClassification": "AutoModelForImageClassification",
 }
 VLLM_BITS = {4, 8}  # of pack-quantized weights that vLLM has kernels for
+HEAT_MAP = WRITTEN[2]
 SHOWN = ("results.json", "report.html", "pareto.png")  # what a run of a recipe leaves beside the models
 
 
@@ -38,8 +41,9 @@ class Run:
         return next(v for v in self.results.variants if v.name == self.label)
 
     def files(self) -> dict[str, Path]:
-        """What goes beside the checkpoint: results, report and picture, those that there are."""
-        return {name: self.folder / name for name in SHOWN if (self.folder / name).is_file()}
+        """What goes beside the checkpoint: results, report and pictures, those that there are."""
+        places = {name: self.folder / name for name in SHOWN} | {HEAT_MAP: self.folder / picture_name(self.label)}
+        return {name: path for name, path in places.items() if path.is_file()}
 
 
 def run_of(folder: Path, results: Path | None = None) -> Run | None:
@@ -63,11 +67,13 @@ def run_of(folder: Path, results: Path | None = None) -> Run | None:
 def write_card(folder: Path, name: str, run: Run | None = None, base: str | None = None) -> str:
     """The card (Markdown with the hub's header) of the checkpoint in ``folder`` as it will be ``name`` on the hub.
 
-    run: what was measured, for table, picture and recipe. base: the model that it was made of, by default the recipe's.
+    run: what was measured, for table, pictures and recipe; without one, the report of the quantization in the folder tells of the
+    modules. base: the model that it was made of, by default the recipe's.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config, rows = json.loads((folder / "config.json").read_text(encoding="utf-8")), rows_in(folder, run)
+    picture = HEAT_MAP if (folder / HEAT_MAP).is_file() or (run and HEAT_MAP in run.files()) else None
     model = base or (source_of(run) if run else None)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
@@ -82,7 +88,16 @@ def write_card(folder: Path, name: str, run: Run | None = None, base: str | None
         run=run,
         recipe=json.dumps(without_paths(run.results.recipe), indent=2) if run else None,
         table=table(run.results, run.label) if run else None,
+        modules=section(rows, WRITTEN[0] if run is None else SHOWN[0], picture) if rows else "",
     )
+
+
+def rows_in(folder: Path, run: Run | None) -> list[Row]:
+    """What was done to each quantized module, as the run's results or the report in the folder say."""
+    if run is not None:
+        return rows_of(run.variant.modules)
+    report = folder / WRITTEN[0]
+    return rows_of(json.loads(report.read_text(encoding="utf-8"))["rows"]) if report.is_file() else []
 
 
 def header(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def evaluate(model: Model, tasks: str | Sequence[str], *, limit: int | float | N
                           fewshot_random_seed=seed)  # fmt: skip
     settings = {"tasks": names, "limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size, "chat_template": chat_template,
                 "system": system, "seed": seed, "max_length": lm.max_length, "lm_eval": importlib.metadata.version("lm_eval")}  # fmt: skip
+    if lm.notes:
+        settings["notes"] = lm.notes
     return Evaluation(tasks=_results(raw or {}), settings=settings, seconds=time.perf_counter() - began)
 
 

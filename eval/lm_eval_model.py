@@ -1,6 +1,8 @@
 """A model of the zoo as a model of lm-eval, registered there as ``zoo``.
 
-Token for token it does what lm-eval's own ``hf`` model does; the tests compare the two request by request. From a shell:
+Token for token it does what lm-eval's own ``hf`` model does; the tests compare the two request by request. One thing differs: where a
+tokenizer ends every text with a token (``</s>``, ``[SEP]``), ``hf`` lets contexts end with it and cuts the continuation one token late
+(``lm_eval.api.model.TemplateLM._encode_pair`` takes the lengths of both for granted); here it is left out. From a shell:
 ``python -m zoo.eval run --model zoo --model_args pretrained=... --tasks ...``.
 """
 
@@ -24,6 +26,7 @@ from zoo.generation import GREEDY, complete
 from zoo.loading import load
 from zoo.model import Model
 from zoo.sampling import Sampling
+from zoo.tokenizers import ending
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -32,12 +35,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 GENERATED = 256  # tokens, where a task says nothing; lm-eval's own default
+ENDED = "The tokenizer ends every text with {}; it is left out, because contexts go on and texts are scored without it."
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # what tasks may ask for; the rest is an error
 
 
 class ZooLM(TemplateLM):
     """pretrained: a model, or a reference for zoo.load, to which device and dtype go. batch_size: rows of one forward call.
-    max_length: tokens that the model may see; None is what it was trained for.
+    max_length: tokens that the model may see; None is what it was trained for. notes: what readers of the figures must know.
 
     Raises ValueError for a model without a tokenizer and for settings that do not apply.
     """
@@ -54,6 +58,10 @@ class ZooLM(TemplateLM):
         self.batch_size = int(batch_size)
         self.max_length = int(max_length or self.model.spec.context)
         self._device = self.model.device
+        self.ending = ending(self.tokenizer)
+        self.notes = [ENDED.format(self.tokenizer.decode(self.ending))] if self.ending else []
+        for note in self.notes:
+            logger.warning(note)
 
     # ---- text and tokens
 
@@ -68,10 +76,11 @@ class ZooLM(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokenizer's default special tokens, unless the text starts with one already (chat templates write them out)."""
+        """The tokenizer's default special tokens before the text, unless it starts with one already (chat templates write them out)."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+        ids = self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+        return ids[: len(ids) - len(self.ending)] if add_special_tokens else ids
 
     @property
     def tokenizer_name(self) -> str:

@@ -5,39 +5,42 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.eval.changes import SURE, is_accuracy, stderr_of
+from zoo.eval.grids import Grid, plain, plain_grid
+from zoo.eval.pages import filled
 from zoo.eval.pareto import pareto_chart
+from zoo.eval.quantization import Quantized, picture_name, pictures
 from zoo.eval.results import Results, Variant, write_atomic
 from zoo.eval.summary import NOT_MEASURED, Cell, Column, Summary, number, share, summarize
+from zoo.quantize.report import rows_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-TEMPLATES = Path(__file__).parent / "templates"
 COLORS = {"better": "green", "worse": "red", "same": "dim", "": ""}
 
 
 def write_report(results: Results, folder: str | Path) -> list[Path]:
-    """Write ``report.html`` and ``pareto.png`` into the folder and return what was written.
+    """Write ``report.html``, ``pareto.png`` and a picture for each quantized variant into the folder and return what was written.
 
-    There is no chart where no two variants were measured for a quality and a cost; one from an earlier report is removed.
+    There is no chart where no two variants were measured for a quality and a cost. Pictures of an earlier report are removed.
     """
     folder = Path(folder)
-    page, image = folder / "report.html", folder / "pareto.png"
-    again = page.exists()
-    chart = pareto_chart(results)
-    write_atomic(page, render(results, chart).encode())
-    if chart is None:
-        if again:  # else the picture is no chart of ours
-            image.unlink(missing_ok=True)
-        return [page]
-    write_atomic(image, chart)
-    return [page, image]
+    again = (folder / "report.html").exists()
+    chart, modules = pareto_chart(results), pictures({v.name: v.modules for v in results.variants})
+    files = {"report.html": render(results, chart, modules).encode(), "pareto.png": chart}
+    files |= {picture_name(name): found.png for name, found in modules.items()}
+    written = {folder / name: content for name, content in files.items() if content is not None}
+    for path, content in written.items():
+        write_atomic(path, content)
+    if again:  # else the pictures there are none of ours
+        for path in {folder / "pareto.png", *folder.glob("heat_maps/*.png")} - written.keys():
+            path.unlink(missing_ok=True)
+    return list(written)
 
 
 def print_table(results: Results, console: Console) -> None:
@@ -91,36 +94,27 @@ def _text(cell: Cell) -> Any:
 # ---- the page ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A plain table: headings, and rows of (text, value to sort by or None)."""
-
-    headings: list[str]
-    rows: list[list[tuple[str, float | None]]]
-
-
-def render(results: Results, chart: bytes | None) -> str:
-    """The page as text; ``chart`` is a PNG that goes inside."""
-    import jinja2
+def render(results: Results, chart: bytes | None, modules: Mapping[str, Quantized]) -> str:
+    """The page as text; ``chart`` is a PNG that goes inside, ``modules`` what is said of the quantized variants."""
     import yaml
 
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-                                     undefined=jinja2.StrictUndefined)  # fmt: skip
     summary = summarize(results)
-    return environment.get_template("report.html.jinja").render(
+    converted = {v.name: [row for row in v.modules if not rows_of([row])] for v in results.variants}
+    return filled(
+        "report.html.jinja",
         results=results,
         title=results.recipe.get("about") or f"{results.baseline.name} and {len(results.variants) - 1} variants",
         summary=summary,
         highlights=list(highlights(results, summary)),
         chart=chart and f"data:image/png;base64,{base64.b64encode(chart).decode()}",
         tasks=task_grid(results),
-        modules={v.name: module_grid(v.modules) for v in results.variants if v.modules},
+        quantized=modules,
+        converted={name: plain_grid(rows) for name, rows in converted.items() if rows},
         protocols=list(protocols(results)),
         environment=dict(flatten(results.environment)),
         recipe=yaml.safe_dump(results.recipe, sort_keys=False, allow_unicode=True, width=110) if results.recipe else "",
         sure=SURE,
         not_measured=NOT_MEASURED,
-        plain=plain,
     )
 
 
@@ -147,12 +141,6 @@ def task_grid(results: Results) -> Grid:
                 counts = [(plain(about.get(k)), None) for k in ("n", "shots", "version")]
                 rows.append([(task, None), (metric, None), (v.name, None), (show(value), value), noise, *counts])
     return Grid(["task", "metric", "variant", "value", "standard error", "documents", "examples in the prompt", "version"], rows)
-
-
-def module_grid(modules: Sequence[Mapping[str, Any]]) -> Grid:
-    """The quantizer's rows, with whatever columns they have."""
-    keys = list(dict.fromkeys(k for row in modules for k in row))
-    return Grid(keys, [[(plain(row.get(k)), _sortable(row.get(k))) for k in keys] for row in modules])
 
 
 def protocols(results: Results) -> Iterator[tuple[str, list[tuple[dict[str, Any], list[str]]]]]:
@@ -187,18 +175,3 @@ def flatten(data: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any
             yield from flatten(value, f"{place}{key}.")
         else:
             yield f"{place}{key}", value
-
-
-def plain(value: Any) -> str:
-    """Any value of a results file in a table."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return number(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _sortable(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zoo.components.spec import Spec, compact, diff, dump
+from zoo.quantize.error_map import error_map
+from zoo.quantize.report import rows_of
 
 if TYPE_CHECKING:
     from zoo.eval.footprint import Memory, PeakMemory
@@ -37,7 +39,8 @@ class Variant:
     metric by name and the keys of ABOUT_A_TASK; stderr and higher_is_better are by metric. bytes: weights in memory.
     bits_per_weight: of the linear modules in the layers. cache_bytes_per_token: what one more token takes in all layers, as long as
     it is kept; cache_bytes: what the cache of one row held after a window, by tokens of the window. spec_diff: (path, baseline,
-    here). modules: rows of the conversion or the quantizer. measured: the protocol of each figure: ``perplexity`` and ``perplexity
+    here). modules: rows of the conversion or the quantizer. error_map: the quantized modules' errors by kind and layer, see
+    ``zoo.quantize.error_map``. measured: the protocol of each figure: ``perplexity`` and ``perplexity
     at N`` (a Perplexity each), ``tasks`` (settings, items by task and metric), ``speed`` (a Speed, with its ``ratio`` where it ran
     beside the baseline), ``memory``, ``peak``. error: why it failed.
     """
@@ -60,6 +63,7 @@ class Variant:
     spec: Any = None
     spec_diff: list[tuple[str, Any, Any]] = field(default_factory=list)
     modules: list[dict[str, Any]] = field(default_factory=list)
+    error_map: dict[str, Any] | None = None
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
@@ -94,6 +98,7 @@ def variant(name: str, *, perplexity: Perplexity | None = None, further: Sequenc
     """Gather the measurements of one model. further: perplexities at other contexts. ratio: its speed against the baseline's; spec,
     baseline: what it and the baseline are.
     """
+    errors = error_map(rows_of(modules))
     at = {f"perplexity at {p.protocol.context}": p for p in further}
     parts = {"perplexity": perplexity, **at, "speed": speed, "memory": memory, "peak": peak}
     windows = [p for p in (perplexity, *further) if p is not None]
@@ -120,6 +125,7 @@ def variant(name: str, *, perplexity: Perplexity | None = None, further: Sequenc
         spec=dump(spec),
         spec_diff=compact(diff(baseline, spec)) if spec and baseline else [],
         modules=[dict(row) for row in modules],
+        error_map=errors and errors.to_dict(),
         measured=measured,
         seconds=dict(seconds or {}),
         error=error,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zoo.quantize.cache_scales import calibrate_cache
     from zoo.quantize.report import Report
     from zoo.quantize.runner import quantize
-    from zoo.quantize.verification import verify
+    from zoo.verification import verify
 
 _LAZY = {
+    "calibrate_cache": "zoo.quantize.cache_scales",
     "quantize": "zoo.quantize.runner",
     "Report": "zoo.quantize.report",
-    "verify": "zoo.quantize.verification",
+    "verify": "zoo.verification",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zoo.components.contracts import Step
+from zoo.quantize.distributed import Processes
 from zoo.quantize.stage import Stage
 
 TOKENS_PER_PASS = 4096
@@ -32,18 +34,14 @@ class Activations:
     def take(self, hidden: Tensor, reference: Tensor | None) -> None:
         self.hidden, self.reference = self._held(hidden), None if reference is None else self._held(reference)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """By the names under which they are stored."""
-        return {"hidden": self.hidden} | ({} if self.reference is None else {"reference": self.reference})
+    def whole(self, processes: Processes) -> dict[str, Tensor]:
+        """Those of all processes, on the first, by the names under which they are stored."""
+        held = {"hidden": self.hidden} | ({} if self.reference is None else {"reference": self.reference})
+        return {name: processes.whole(tensor, self._room) for name, tensor in held.items()}
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of one pass."""
-        return rows_of_pass(self.hidden.shape[1]) * self.hidden.shape[1] if self.hidden.numel() else 0
-
-    def passes(self, stage: Stage) -> Iterator[Callable[[], Tensor]]:
-        """What runs the stage on the activations, batch by batch."""
-        return (run for _, run in self._batches(self.hidden, stage.run))
+    def passes(self, stage: Stage, most: int | None = None) -> Iterator[Callable[[], Tensor]]:
+        """What runs the stage on the activations, batch by batch. most: samples, None for all."""
+        return (run for _, run in self._batches(self.hidden[:most], stage.run))
 
     def advance(self, stage: Stage) -> None:
         """Let the activations that enter a stage become those that leave it."""
@@ -68,11 +66,15 @@ class Activations:
             yield rows, partial(run, x, Step.plain(0, len(x), length, self.device))
 
     def _held(self, tensor: Tensor) -> Tensor:
-        if self.offload is None or not tensor.numel():
-            return tensor
+        return tensor if self.offload is None or not tensor.numel() else self._room(tensor, len(tensor)).copy_(tensor)
+
+    def _room(self, like: Tensor, samples: int) -> Tensor:
+        """Room for so many samples, each like those of a tensor."""
+        shape = samples, *like.shape[1:]
+        if self.offload is None or not math.prod(shape):
+            return like.new_empty(shape)
         with tempfile.NamedTemporaryFile(dir=self.offload, prefix="activations.") as file:  # the mapping outlives the name
-            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
-        return mapped.copy_(tensor)
+            return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=like.dtype).view(shape)
 
 
 def rows_of_pass(length: int) -> int:

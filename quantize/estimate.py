@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from zoo.loading import GIB, NotEnoughMemory, available_bytes, weight_bytes
 from zoo.model import Model
 from zoo.quantize.activations import TOKENS_PER_PASS
 from zoo.quantize.contracts import BlockwiseQuantizer, ChannelScaling, Quantizer, Transform
+from zoo.quantize.distributed import Processes
 from zoo.quantize.flow import siblings
 from zoo.weights import linears
 
@@ -29,7 +31,8 @@ class Estimate:
 
     hessians: of the layer with the most; factor: of the largest, with its copies; stage: its weights, and what is rounded at a time,
     with copies, in float32; finished: quantized stages, where they were not in memory before; run: inside of one pass; activations:
-    between stages.
+    between stages. All of each process, of ``processes``, of which ``here`` share a machine; the first, which may have to gather all
+    activations, is reckoned.
     """
 
     device: torch.device
@@ -40,17 +43,20 @@ class Estimate:
     run: int
     activations: int
     seconds: float
+    processes: int = 1
+    here: int = 1
 
     def __str__(self) -> str:
         parts = {name: getattr(self, name) for name in ("hessians", "factor", "stage", "finished", "run", "activations")}
         said = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
-        return f"about {_time(self.seconds)} and {_size(sum(parts.values()))} of memory ({said})"
+        each = f" in each of {self.processes} processes" if self.processes > 1 else ""
+        return f"about {_time(self.seconds)} and {_size(sum(parts.values()))} of memory{each} ({said})"
 
     def check(self) -> None:
         """Raise NotEnoughMemory where that is more than there is."""
         on_device = self.hessians + self.factor + self.stage + self.finished + self.run
         cpu = torch.device("cpu")
-        needs = {self.device: on_device} | {cpu: self.activations + (on_device if self.device.type == "cpu" else 0)}
+        needs = {self.device: on_device} | {cpu: self.here * (self.activations + (on_device if self.device.type == "cpu" else 0))}
         for device, need in needs.items():
             have = available_bytes(device)
             if need > have:
@@ -62,15 +68,17 @@ class Estimate:
 
 
 def estimate(model: Model, chosen: Mapping[str, Quantizer], shape: tuple[int, int] | None, transforms: Iterable[Transform],
-             offload: Path | None) -> Estimate:  # fmt: skip
-    """shape: samples and length of the calibration data, None without."""
+             offload: Path | None, processes: Processes | None = None, kept: bool = False) -> Estimate:  # fmt: skip
+    """shape: samples and length of the calibration data, None without. kept: activations are, in a work_dir."""
+    processes = processes or Processes()
     modules = {path: child for path, child in linears(model.spec) if path in chosen}
-    dtype, device = _place(model)
+    dtype, device = place(model)
     stages = [(layer, (model.spec.width, i)) for i, layer in enumerate(model.spec.layers)]
     squares = [_squares(model, i, modules) if shape else [] for i in range(len(stages))]
     blockwise = any(isinstance(method, BlockwiseQuantizer) for method in chosen.values())
     copies = 0 if shape is None or offload else 1 + blockwise
-    kept = shape[0] * shape[1] * model.spec.width * dtype.itemsize * copies if shape else 0
+    samples = shape[0] if shape else 0
+    held = processes.count(samples) + samples * (processes.size > 1 and (blockwise or kept))
     largest = max(LEARNED * _blockwise_cells(chosen, modules), COPIES * max(_cells(child) for child in modules.values()))
     lazy = any(p.is_meta for p in model.parameters())
     return Estimate(
@@ -80,8 +88,10 @@ def estimate(model: Model, chosen: Mapping[str, Quantizer], shape: tuple[int, in
         stage=max(weight_bytes(layer, dtype, *at) for layer, at in stages) * lazy + largest * WIDE,
         finished=sum(_stored_bytes(chosen[path], child, dtype) for path, child in modules.items()) if lazy else 0,
         run=_widest(modules) * TOKENS_PER_PASS * dtype.itemsize if shape else 0,
-        activations=kept,
-        seconds=_work(model, modules, chosen, shape, transforms) / _speed(device),
+        activations=held * copies * model.spec.width * dtype.itemsize * (shape[1] if shape else 0),
+        seconds=_work(model, modules, chosen, shape, transforms) / _speed(device) / (1 if blockwise else processes.size),
+        processes=processes.size,
+        here=processes.here,
     )
 
 
@@ -99,7 +109,8 @@ def _blockwise_cells(chosen: Mapping[str, Quantizer], modules: Mapping[str, Chil
     return max(layers.values(), default=0)
 
 
-def _place(model: Model) -> tuple[torch.dtype, torch.device]:
+def place(model: Model) -> tuple[torch.dtype, torch.device]:
+    """The dtype of a model's weights and the device of its stages, which may not be loaded yet."""
     return (model.source.dtype, model.source.device) if model.device.type == "meta" else (model.dtype, model.device)
 
 
@@ -110,6 +121,13 @@ def _squares(model: Model, index: int, modules: Mapping[str, Child]) -> list[int
         for name in [f"layers.{index}.{n}" for n in group if f"layers.{index}.{n}" in own][1:]:
             own.pop(name)
     return list(own.values())
+
+
+def cost_of(model: Model, path: str, method: Quantizer) -> float:
+    """Floating-point operations, roughly, that the rounding of one module takes."""
+    module: Any = model.get_submodule(path)
+    inputs, outputs = module.inputs, module.outputs
+    return 100.0 * inputs * outputs + method.calibrated * inputs**2 * (2.0 * inputs + outputs)
 
 
 def _stored_bytes(method: Quantizer, child: Child, dtype: torch.dtype) -> int:

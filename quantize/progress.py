@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def progress(total: int, done: int, enabled: bool, cost: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with a few words after each stage. done: stages finished by an earlier run. cost: said before."""
+def progress(total: int, done: int, enabled: bool, cost: str, notes: Iterable[str] = ()) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with a few words after each stage. done: stages finished by an earlier run. cost, notes: said before."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True, quiet=not enabled)
     left_over = f", {done} of {total} stages are done already" if done else ""
-    console.print(f"quantizing takes {cost}{left_over}", highlight=False, soft_wrap=True)
+    for line_before in (f"quantizing takes {cost}{left_over}", *notes):
+        console.print(line_before, highlight=False, markup=False, soft_wrap=True)
     if console.is_terminal:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, disable=not enabled) as bar:

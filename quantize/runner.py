@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from zoo.quantize.budget import budgeted
 from zoo.quantize.calibration import Calibration, windows
 from zoo.quantize.capture import every_expert, second_moments
 from zoo.quantize.contracts import Block, BlockwiseQuantizer, Quantizer
-from zoo.quantize.estimate import estimate
+from zoo.quantize.distributed import Processes, joined
+from zoo.quantize.estimate import cost_of, estimate, place
 from zoo.quantize.modules import checked_weight, fitted, put, quantize_module, replace_linear, stored
 from zoo.quantize.preparation import Preparation, TransformLike, spec_after, stage_tensors, wanted_transforms
 from zoo.quantize.progress import progress as show_progress
@@ -37,7 +39,9 @@ from zoo.quantize.resume import WorkDir
 from zoo.quantize.rules import check_data, plan, quantizer, shared_weights
 from zoo.quantize.scaling import Surroundings
 from zoo.quantize.stage import Stage, arrange, load, stages
-from zoo.weights import linear_names, linears
+from zoo.quantize.stats.hessian import Hessian
+from zoo.quantize.verification import Findings, findings
+from zoo.weights import folded, linear_names, linears
 
 
 @torch.no_grad()
@@ -63,35 +67,44 @@ def quantize(model: Model, method: str | Quantizer = "gptq", *, transforms: Sequ
     bits with a decimal point (bits=4.25), or choices, the widths that a module may have (2, 3, 4, 8), ask for the widths that lose least
     within that many bits per weight, scales included, see ``zoo.quantize.budget``; the report keeps them, and the rules that repeat it.
 
+    Inside an initialised group of torch.distributed, where every process calls this with the same model and settings, they share the
+    work, see ``zoo.quantize.distributed``; each returns the same model.
+
     Raises SpecError or ValueError for mistakes in any of these, and NotEnoughMemory, before work starts.
     """
-    model.check_whole("quantizing")
-    budget = budgeted(model, method, options, choices, rules, lambda: windows(model, calibration, samples, length, seed))
-    if budget is not None:
-        options, rules = options | {"bits": budget.base}, [*budget.rules, *rules]
-    chosen_method = quantizer(method, options)
-    names = linear_names(model.source.table) if model.source else {}
-    planned = spec_after(model.spec, wanted_transforms(transforms, ()))
-    chosen = plan(planned, chosen_method, rules, names)
-    wanted = wanted_transforms(transforms, chosen.values())
-    shared_weights(model, planned, chosen)
-    preparation = Preparation(model, wanted, chosen)
-    settings = {"method": dump(chosen_method), "transforms": [dump(t) for t in wanted], "rules": list(rules),
-                "true_sequential": true_sequential, "least_tokens": least_tokens, "all_experts": all_experts}  # fmt: skip
-    given = any(x is not None for x in (calibration, samples, length))
-    needed = any(part.calibrated for part in (*chosen.values(), *wanted))
-    check_data(model.spec, chosen, settings, given or needed)
-    ids = windows(model, calibration, samples, length, seed) if given or needed else None
-    if ids is not None:
-        settings |= {"samples": len(ids), "length": ids.shape[1], "seed": seed, "tokens": _digest([ids.numpy().tobytes()])}
-    folder = _folder(offload)
-    cost = estimate(model, chosen, None if ids is None else (ids.shape[0], ids.shape[1]), wanted, folder)
-    cost.check()
-    work = WorkDir(work_dir, _fingerprint(model, settings)) if work_dir else None
-    start, kept = time.perf_counter(), tuple(path for path, _ in linears(model.spec) if path not in chosen)
-    run = _Run(model, chosen, preparation, ids, _Choices(true_sequential, least_tokens, all_experts), work, folder)
-    rows = run.execute(progress, str(cost))
-    return Report(tuple(rows), kept, settings, time.perf_counter() - start, tuple(preparation.changes), budget)
+    with joined() as processes:
+        model.check_whole("quantizing")
+        data = partial(windows, model, calibration, samples, length, seed)
+        budget = processes.decided(lambda: budgeted(model, method, options, choices, rules, data))
+        if budget is not None:
+            options, rules = options | {"bits": budget.base}, [*budget.rules, *rules]
+        chosen_method = quantizer(method, options)
+        names = linear_names(model.source.table) if model.source else {}
+        planned = spec_after(model.spec, wanted_transforms(transforms, ()))
+        chosen = plan(planned, chosen_method, rules, names)
+        wanted = wanted_transforms(transforms, chosen.values())
+        shared_weights(model, planned, chosen)
+        preparation = Preparation(model, wanted, chosen)
+        settings = {"method": dump(chosen_method), "transforms": [dump(t) for t in wanted], "rules": list(rules),
+                    "true_sequential": true_sequential, "least_tokens": least_tokens, "all_experts": all_experts,
+                    "processes": processes.size}  # fmt: skip
+        given = any(x is not None for x in (calibration, samples, length))
+        needed = any(part.calibrated for part in (*chosen.values(), *wanted))
+        check_data(model.spec, chosen, settings, given or needed)
+        ids = data() if given or needed else None
+        if ids is not None:
+            processes.check_windows(len(ids))
+            settings |= {"samples": len(ids), "length": ids.shape[1], "seed": seed, "tokens": _digest([ids.numpy().tobytes()])}
+        shape = None if ids is None else (ids.shape[0], ids.shape[1])
+        folder = _folder(offload)
+        cost = estimate(model, chosen, shape, wanted, folder, processes, work_dir is not None)
+        cost.check()
+        checks = findings(planned, chosen, str(cost))
+        start, kept = time.perf_counter(), tuple(path for path, _ in linears(model.spec) if path not in chosen)
+        work = _opened(work_dir, cache(partial(_fingerprint, model, settings)), processes)
+        run = _Run(model, chosen, preparation, ids, _Choices(true_sequential, least_tokens, all_experts), work, folder, processes)
+        rows = run.execute(progress and processes.first, checks)
+        return Report(tuple(rows), kept, settings, time.perf_counter() - start, tuple(preparation.changes), budget, checks)
 
 
 @dataclass(frozen=True)
@@ -107,16 +120,17 @@ class _Run:
     """One quantization under way."""
 
     def __init__(self, model: Model, chosen: Mapping[str, Quantizer], preparation: Preparation, ids: Tensor | None, choices: _Choices,
-                 work: WorkDir | None, offload: Path | None):  # fmt: skip
+                 work: WorkDir | None, offload: Path | None, processes: Processes):  # fmt: skip
         self.model, self.preparation, self.ids, self.choices, self.work = model, preparation, ids, choices, work
-        self.offload = offload
+        self.processes = processes
         self.stages = stages(model, chosen)
         self.blockwise = any(isinstance(method, BlockwiseQuantizer) for method in chosen.values())
-        self.between = Activations(model.device)
+        _, self.device = place(model)
+        self.between = Activations(self.device, offload)
 
-    def execute(self, show: bool, cost: str) -> list[Row]:
-        done = self._done()
-        with show_progress(len(self.stages), done, show, cost) as report:
+    def execute(self, show: bool, checks: Findings) -> list[Row]:
+        done = self.processes.decided(self._done)
+        with show_progress(len(self.stages), done, show, checks.memory, checks.lines()) as report:
             self.preparation.begin()
             rows = [row for stage in self.stages[:done] for row in self._restore(stage)]
             if done < len(self.stages) and self.ids is not None:
@@ -140,8 +154,7 @@ class _Run:
 
     def _quantize(self, stage: Stage, number: int) -> list[Row]:
         self.preparation.enter(stage.parts)
-        around = Surroundings(self.model, stage.modules, lambda: self._passes(stage), self.between.tokens)
-        changes = self.preparation.scale(stage.name, around)
+        changes = self.preparation.scale(stage.name, self._surroundings(stage))
         self.preparation.changes += changes
         self.between.advance_reference(stage)
         rows = [*self._together(stage), *self._one_by_one(stage)]  # gradients pass modules only while they are dense
@@ -150,7 +163,9 @@ class _Run:
         if number < len(self.stages):
             self.between.advance(stage)
         if self.work:
-            self.work.store(stage.name, self._held(stage), rows, changes, self.between.tensors(), number)
+            between = self.between.whole(self.processes)
+            if self.processes.first:
+                self.work.store(stage.name, self._held(stage), rows, changes, between, number)
         return rows
 
     def _one_by_one(self, stage: Stage) -> list[Row]:
@@ -160,35 +175,61 @@ class _Run:
             hessians = self._second_moments(stage, left, self.choices.true_sequential)
             now = [path for path in left if path in hessians or not (self.choices.true_sequential and hessians)]
             methods = fitted(self.model, {path: left.pop(path) for path in now})
-            rows += [quantize_module(self.model, path, m, hessians.get(path), self.choices.least_tokens) for path, m in methods.items()]
+            mine = self.processes.share({path: cost_of(self.model, path, method) for path, method in methods.items()})
+            own = [quantize_module(self.model, path, methods[path], hessians.get(path), self.choices.least_tokens) for path in mine]
+            rows += self._shared(methods, own)
         return rows
 
     def _together(self, stage: Stage) -> list[Row]:
-        """Quantize the modules of a stage that have a blockwise method."""
+        """Quantize the modules of a stage that have a blockwise method: the first process does, for it is given all activations."""
         methods = {path: method for path, method in stage.modules.items() if isinstance(method, BlockwiseQuantizer)}
         if not methods:
             return []
+        hessians, between = self._second_moments(stage, methods), self.between.whole(self.processes)
+        return self._shared(methods, self._block(stage, methods, hessians, between) if self.processes.first else [])
+
+    def _block(self, stage: Stage, methods: Mapping[str, BlockwiseQuantizer], hessians: Mapping[str, Hessian],
+               between: Mapping[str, Tensor]) -> list[Row]:  # fmt: skip
         start = time.perf_counter()
-        hessians = self._second_moments(stage, methods)
         weights = {path: checked_weight(self.model, path).detach().clone() for path in methods}
-        inputs, targets = self.between.hidden, self.between.reference
-        assert targets is not None
-        device = self.between.device
 
         def run(x: Tensor, changed: Mapping[str, Tensor]) -> Tensor:
-            return stage.run_with(x, Step.plain(0, len(x), x.shape[1], device), changed)
+            return stage.run_with(x, Step.plain(0, len(x), x.shape[1], self.device), changed)
 
-        results = next(iter(methods.values())).quantize_block(Block(weights, methods, inputs, targets, run, hessians))
+        block = Block(weights, methods, between["hidden"], between["reference"], run, hessians)
+        results = next(iter(methods.values())).quantize_block(block)
         each = (time.perf_counter() - start) / len(methods)
         return [put(self.model, path, methods[path], weights[path], results[path], hessians.get(path), each) for path in methods]
 
-    def _second_moments(self, stage: Stage, paths: Iterable[str], first_only: bool = False) -> dict[str, Any]:
-        return second_moments({path: self.model.get_submodule(path) for path in paths}, self._passes(stage), first_only)
+    def _shared(self, methods: Mapping[str, Quantizer], own: list[Row]) -> list[Row]:
+        """The rows of all processes, whose results take their places in each."""
+        results = {row.module: stored(self.model.get_submodule(row.module)) for row in own}
+        for path, tensors in self.processes.of_others(results, self.device).items():
+            replace_linear(self.model, path, methods[path], tensors)
+        return [row for rows in self.processes.exchange(own) for row in rows]
 
-    def _passes(self, stage: Stage) -> Iterator[Callable[[], Tensor]]:
-        """What runs a stage to gather its inputs."""
+    def _second_moments(self, stage: Stage, paths: Iterable[str], first_only: bool = False) -> dict[str, Hessian]:
+        modules = {path: self.model.get_submodule(path) for path in paths}
+        found = second_moments(modules, self._passes(stage), first_only)
+        if first_only:  # other windows may come to other experts first: all processes watch what one of them did
+            watched = next((set(names) for names in self.processes.exchange(list(found)) if names), set())
+            if watched != found.keys():
+                found = second_moments({path: modules[path] for path in watched}, self._passes(stage))
+        return self.processes.pooled(found, Hessian, self.device)
+
+    def _surroundings(self, stage: Stage) -> Surroundings:
+        return Surroundings(
+            self.model, stage.modules, partial(self._passes, stage), partial(self._judged, stage), self.processes, self.device
+        )
+
+    def _judged(self, stage: Stage) -> Iterator[Callable[[], Tensor]]:
+        """What runs a stage on the windows that searches are judged by: as many as one process runs at a time."""
+        return self._passes(stage, self.processes.count(rows_of_pass(self.between.hidden.shape[1])))
+
+    def _passes(self, stage: Stage, most: int | None = None) -> Iterator[Callable[[], Tensor]]:
+        """What runs a stage to gather its inputs, on so many of this process's windows at most."""
         with every_expert(stage.module) if self.choices.all_experts else nullcontext():
-            yield from self.between.passes(stage)
+            yield from self.between.passes(stage, most)
 
     def _held(self, stage: Stage) -> dict[str, Tensor]:
         """What a stage is restored from: its packed tensors, and where transforms were at work all others too."""
@@ -212,18 +253,24 @@ class _Run:
     def _enter(self, done: int, ids: Tensor) -> None:
         """Take up the activations that leave ``done`` restored stages: kept ones, led on from where they are, or else from the start."""
         load(self.model, "embed")
-        self.between = Activations(self.model.device, self.offload)
         kept = self.work.hidden(done) if self.work else None
         number, held = kept or (0, self._embedded(ids))
-        self.between.take(held["hidden"], held.get("reference"))
+        mine = {name: self.processes.mine(tensor) for name, tensor in held.items()}
+        self.between.take(mine["hidden"], mine.get("reference"))
         for stage in self.stages[number:done]:
             self.between.advance(stage)
 
     def _embedded(self, ids: Tensor) -> dict[str, Tensor]:
-        device, length = self.model.device, ids.shape[1]
+        device, length = self.device, ids.shape[1]
         batches = (batch.to(device) for batch in ids.split(rows_of_pass(length)))
         hidden = torch.cat([self.model.embed(batch, Step.plain(0, len(batch), length, device)).cpu() for batch in batches])
         return {"hidden": hidden} | ({"reference": hidden.clone()} if self.blockwise else {})
+
+
+def _opened(folder: str | Path | None, fingerprint: Callable[[], dict[str, Any]], processes: Processes) -> WorkDir | None:
+    """The folder to continue from, which the first process makes. Raises ValueError where processes were not given the same."""
+    processes.check_same(lambda: fingerprint() | {"work_dir": str(folder)})
+    return None if folder is None else processes.in_turn(lambda: WorkDir(folder, fingerprint()))
 
 
 def _folder(offload: str | Path | None) -> Path | None:
@@ -234,7 +281,10 @@ def _folder(offload: str | Path | None) -> Path | None:
 
 def _words(rows: Sequence[Row]) -> str:
     errors = [row.output_error for row in rows if row.output_error is not None]
-    return f"{len(rows)} modules" + (f", output error at most {max(errors):.4f}" if errors else "")
+    said = [f"{len(rows)} modules", *([f"output error at most {max(errors):.4f}"] if errors else [])]
+    for why in dict.fromkeys(row.facts["fallback"] for row in rows if "fallback" in row.facts):
+        said.append(f"fallback to {why} for {folded(row.module for row in rows if row.facts.get('fallback') == why)}")
+    return ", ".join(said)
 
 
 def _fingerprint(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from zoo.model import Model
 from zoo.quantize.capture import calls, channel_sizes, second_moments
 from zoo.quantize.contracts import Channels, ChannelScaling, Quantizer
+from zoo.quantize.distributed import Processes
 from zoo.quantize.flow import Channeling, Fold
 from zoo.quantize.report import Change
 from zoo.quantize.stats.channels import ChannelSizes
 from zoo.quantize.stats.hessian import Hessian
-
-JUDGED = 4096  # tokens that a parent module is run on to tell how well its readers are rounded
 
 Passes = Callable[[], Iterable[Callable[[], Any]]]
 
@@ -28,13 +27,15 @@ Passes = Callable[[], Iterable[Callable[[], Any]]]
 class Surroundings:
     """What a transform finds in a stage. methods: the quantizers of its modules. passes: runs the stage on the data, batch by batch.
 
-    tokens: of one pass.
+    judged: the same for the windows that tell how well a parent module's readers are rounded. device: of the stage.
     """
 
     model: Model
     methods: Mapping[str, Quantizer]
     passes: Passes
-    tokens: int
+    judged: Passes
+    processes: Processes
+    device: torch.device
 
 
 def scale_stage(transform: ChannelScaling, folds: Sequence[Fold], around: Surroundings) -> list[Change]:
@@ -42,9 +43,11 @@ def scale_stage(transform: ChannelScaling, folds: Sequence[Fold], around: Surrou
     model = around.model
     inputs = {fold.source: model.get_submodule(fold.readers.modules[0]) for fold in folds if fold.kind != "norm"}
     outputs = {fold.source: model.get_submodule(fold.source) for fold in folds if fold.kind == "norm"}
-    sizes = channel_sizes(inputs, outputs, around.passes())
+    sizes = around.processes.pooled(channel_sizes(inputs, outputs, around.passes()), ChannelSizes, around.device)
     alone = {fold.parent: model.get_submodule(fold.parent) for fold in folds if fold.parent in fold.readers.modules}
-    hessians = second_moments(alone, around.passes()) if transform.measured and alone else {}
+    hessians: Mapping[str, Hessian] = {}
+    if transform.measured and alone:
+        hessians = around.processes.pooled(second_moments(alone, around.passes()), Hessian, around.device)
     changes = []
     for fold in folds:
         done = _scale(transform, fold, around, sizes.get(fold.source), hessians)
@@ -104,26 +107,19 @@ def _linear_error(fold: Fold, weight: Tensor, method: Quantizer, hessian: Hessia
 
 
 class _ParentError:
-    """Mean squared output error of the module around the readers; its inputs and outputs are taken when it is first asked."""
+    """Mean squared output error of the module around the readers; its inputs and outputs are taken beforehand."""
 
     def __init__(self, fold: Fold, around: Surroundings, weights: Mapping[str, Tensor], methods: Mapping[str, Quantizer]):
         self.fold, self.around, self.weights, self.methods = fold, around, weights, methods
         self.parent = around.model.get_submodule(fold.parent)
-        self.seen: list[tuple[tuple[Any, ...], Tensor]] = []
+        self.seen = [(args, self.parent(*args).float()) for args in calls(self.parent, around.judged())]
 
     def __call__(self, scale: Tensor) -> float:
-        self.seen = self.seen or list(self._look())
         inputs = spread(scale, self.fold.channels)
         changed = {path: rounded(weight, inputs, self.methods[path]) for path, weight in self.weights.items()}
         with substituted(self.around.model, changed):
-            errors = [(self.parent(*args).float() - y).square().mean() for args, y in self.seen]
-        return float(torch.stack(errors).mean())
-
-    def _look(self) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-        count = max(1, JUDGED // self.around.tokens)
-        passes = (run for _, run in zip(range(count), self.around.passes(), strict=False))
-        for args in calls(self.parent, passes):
-            yield args, self.parent(*args).float()
+            total = sum(float((self.parent(*args).float() - y).square().sum(dtype=torch.float64)) for args, y in self.seen)
+        return self.around.processes.mean(total, sum(y.numel() for _, y in self.seen))
 
 
 @contextmanager

@@ -116,10 +116,11 @@ class Measure(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(Spec):
-    """One row of the table: edits of the spec, conversions of trained parts, transforms and a quantizer with its rules per module, in
-    that order.
+    """One row of the table: edits of the spec, conversions of trained parts, transforms and a quantizer with its rules per module, a
+    calibrated cache, in that order.
 
-    convert: each as ``zoo.convert`` takes it. model, dtype: where they differ from the recipe's.
+    convert: each as ``zoo.convert`` takes it. calibrated_cache: see ``zoo.quantize.calibrate_cache``. model, dtype: where they differ
+    from the recipe's.
     """
 
     label: str
@@ -128,6 +129,7 @@ class Variant(Spec):
     transforms: tuple[Transform, ...] = ()
     quantizer: Quantizer | None = None
     rules: tuple[str, ...] = ()
+    calibrated_cache: Literal["fp8", "int8"] | None = None
     model: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
 

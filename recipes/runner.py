@@ -137,7 +137,8 @@ class Order:
     @property
     def needed(self) -> bool:
         """Whether the variant is written to its folder before it is measured."""
-        return bool(self.variant.quantizer or self.variant.convert or self.recipe.measure.save)
+        v = self.variant
+        return bool(v.quantizer or v.convert or v.calibrated_cache or self.recipe.measure.save)
 
     @property
     def reference(self) -> str:

@@ -28,7 +28,7 @@ from zoo.eval.images import image_accuracy, joined
 from zoo.eval.results import Results, Variant, save_results, variant
 from zoo.loading import load
 from zoo.model import Model, ModelSpec
-from zoo.quantize import quantize, verify
+from zoo.quantize import calibrate_cache, quantize, verify
 from zoo.quantize.calibration import windows
 from zoo.quantize.preparation import spec_after
 from zoo.quantize.rules import plan
@@ -75,6 +75,9 @@ def make(order: Order) -> None:
                               least_tokens=c.least_tokens, all_experts=needed and c.all_experts, offload=recipe.offload,
                               **(data if needed else {}))  # fmt: skip
         rows += [dataclasses.asdict(row) for row in report.rows]
+    if wanted.calibrated_cache:
+        with clock.stage("calibrate the cache"):
+            calibrate_cache(model, wanted.calibrated_cache, **data, progress=False)
     with clock.stage("save and read back"):
         save(model, order.folder, overwrite=True, check=lambda folder: verify(model, folder))
     order.leave({"modules": rows, "seconds": clock.seconds, "spec": dump(model.spec), "disk_bytes": disk_bytes(order.folder)})

@@ -36,7 +36,7 @@ def classify(model: Model, images: Sequence[str | Path], *, top: int = 5, batch_
         raise ValueError(f"top and batch_size must be at least 1, got {top} and {batch_size}")
     prepare, names = preprocessing_of(model), label_names(model)
     pixels = [prepared(prepare, path) for path in images]
-    if model.source is not None and any(p.is_meta for p in model.parameters()):
+    if model.source is not None and model.placement is None and any(p.is_meta for p in model.parameters()):
         model.source.fill(model)
     if not pixels:
         return []

@@ -82,8 +82,8 @@ def mxfp4(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
         shape, scales = tensors[blocks].shape, f"{name}_scales"
         if len(shape) != 4 or shape[-1] != 16 or tensors[blocks].dtype != "uint8":
             raise ValueError(f"{blocks} must be uint8 [experts, rows, blocks, 16], it is {tensors[blocks].dtype} {list(shape)}")
-        if scales not in tensors or tensors[scales].shape != shape[:-1]:
-            raise ValueError(f"{scales} must be there, {list(shape[:-1])}, for {blocks}; download the files again")
+        if tensors.get(scales) != TensorInfo(shape[:-1], "uint8"):
+            raise ValueError(f"{scales} must be there, uint8 {list(shape[:-1])}, for {blocks}; download the files again")
         found[name] = Packed((blocks, scales), TensorInfo((shape[0], 32 * shape[2], shape[1]), "bfloat16"), from_mxfp4)
     return found
 

@@ -6,7 +6,7 @@ check_moe_marlin_supports_layer); they hold for the part of a weight that one GP
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,12 @@ OUTPUTS, INPUTS = 64, 128  # of a weight on one GPU: multiples of these
 EXPERT_WIDTH, EXPERT_HIDDEN = 64, 128  # likewise of experts: along their own width, which is cut, and the model's
 GROUPS, FLOAT_GROUPS = (32, 64, 128), (16, 32)
 FUSED = (("q", "k", "v"), ("gate", "up"))  # modules that engines make one of
+ONE_SCALE = (*FUSED, ("q_down", "kv_down"))  # likewise, those that every GPU has whole too: one global scale holds for each group
 BY_OUTPUTS, BY_INPUTS = {"q", "k", "v", "gate", "up"}, {"o", "down"}  # how a module is cut; others each GPU has whole
-VLLM = {"compressed-tensors", "gptq", "awq", "bitsandbytes", "fp8"}  # quant_method words that are read
+VLLM = {"compressed-tensors", "gptq", "awq", "bitsandbytes", "fp8", "mxfp4"}  # quant_method words that are read
 REFUSED = "vLLM and SGLang multiply some of the weights by slower kernels than Marlin, or refuse to load them"
-SGLANG = {"compressed-tensors", "gptq", "awq", "fp8"}
+SGLANG = {"compressed-tensors", "gptq", "awq", "fp8", "mxfp4"}
+PADDED = {"mxfp4"}  # whose weights engines fill up to the sizes that their kernels take
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,17 @@ def cut(spec: ModelSpec, path: str, modules: Mapping[str, Child], gpus: int) -> 
     return total, inputs
 
 
+def sharing(paths: Iterable[str]) -> list[list[str]]:
+    """The modules among some that engines give one global scale, whatever the names are that files give them, experts' one by one."""
+    parents: dict[tuple[str, int], list[str]] = {}
+    for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        for i, names in enumerate(ONE_SCALE):
+            if leaf in names:
+                parents.setdefault((parent, i), []).append(path)
+    return [group for group in parents.values() if len(group) > 1]
+
+
 def part_at(spec: Spec, path: str) -> Any:
     """The part at a module's path, None where the path leads to none."""
     at: Any = spec
@@ -148,7 +161,7 @@ def readme(spec: ModelSpec, name: str, quantization: Mapping[str, Any], reason: 
                                   ("SGLang", f"python -m sglang.launch_server --model-path {name}", SGLANG)):  # fmt: skip
         known = method in read and reason is None
         lines += block(f"In {engine}:", command, language="bash") if known else [f"{engine} does not load it.", ""]
-    found = refusals(spec) if method in VLLM else []
+    found = refusals(spec) if method in VLLM - PADDED else []
     if found and reason is None:
         lines += [f"{REFUSED}:", ""]
         lines += [*(f"- {refusal}" for refusal in found), ""]

@@ -24,6 +24,7 @@ class Family(Spec):
     """A family of checkpoints. Its part name is the ``model_type`` of config.json.
 
     architecture: what config.json calls the class that loads it. ignored: pattern of tensors that are in files but are no weights.
+    left_out: pattern of weights in files that are no part of the model, as a vision tower; loading and saving name them.
     spelling: this family's words for config fields, by the usual word. towers: of a checkpoint that holds several models, for each of
     their names the config fields that say how it is read alone (see zoo.towers). filled: whether rows of texts are filled with the
     padding id to the whole context, all of which tokens see.
@@ -32,6 +33,7 @@ class Family(Spec):
     family: ClassVar[str] = "family"
     architecture: ClassVar[str] = ""
     ignored: ClassVar[str] = r"(?!)"
+    left_out: ClassVar[str] = r"(?!)"
     spelling: ClassVar[Mapping[str, str]] = {}
     towers: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     filled: ClassVar[bool] = False
@@ -78,8 +80,12 @@ class Family(Spec):
         return None
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
-        """Whether a tensor that is in the files is no weight of the model."""
+        """Whether a tensor that is in the files is no weight."""
         return re.fullmatch(self.ignored, name) is not None
+
+    def leaves_out(self, name: str, spec: ModelSpec) -> bool:
+        """Whether a weight that is in the files is no part of the model."""
+        return re.fullmatch(self.left_out, name) is not None
 
 
 P = TypeVar("P", bound=Spec)

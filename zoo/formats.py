@@ -28,11 +28,16 @@ class Format(Spec):
     """How quantized linear modules lie on disk.
 
     method: the ``quant_method`` word of ``config.json["quantization_config"]`` that this format answers to. own: only zoo reads it.
+    together: whether it holds nothing but weights that a family keeps in one tensor with others (``Rule.rows``): then a module's name is
+    that of this tensor, each of the format's tensors has the rows of all its modules, and biases stay plain. joint: what stands between
+    a module's name and those of its tensors.
     """
 
     family: ClassVar[str] = "format"
     method: ClassVar[str] = ""
     own: ClassVar[bool] = False
+    together: ClassVar[bool] = False
+    joint: ClassVar[str] = "."
 
     def answers(self, config: Mapping[str, Any]) -> bool:
         """Whether a quantization_config is one of this format; several formats may share a ``quant_method``."""

@@ -6,7 +6,7 @@ The token comes from the environment (``HF_TOKEN``) or the hub library's own sto
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -20,7 +20,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".bin", ".bin.index.json")  # what a loader would find and read
 KEPT = (".gitattributes",)  # files of the hub itself, which are no content
 CHUNK = 1 << 20
-PATIENCE = 30.0  # seconds for an answer about a repository
+COMMIT = 300  # seconds for an answer to what is published, which the hub gives when it has checked all of it
 
 
 class HubError(CheckpointError):
@@ -52,24 +52,25 @@ def pull(reference: str, to: Path | None = None, *, files: Sequence[str] | None 
     """Fetch a checkpoint into the hub's cache, or into the folder ``to``; what an interrupted call fetched is not fetched again.
 
     files: glob patterns of what is wanted; None is configs, tokenizer and one set of safetensors (see ``chosen``). Every file that is
-    fetched is compared with the size and the hash that the hub has on record; those that differ are deleted. Raises HubError with the
-    hub's reason, FileExistsError for a folder with other things in it.
+    fetched is compared with the size and the hash that the hub has on record; those that differ are deleted. A hub that gives no answer
+    for HF_HUB_ETAG_TIMEOUT seconds (HF_HUB_DOWNLOAD_TIMEOUT and five more tries for a file) counts as out of reach. Raises HubError with
+    the hub's reason, FileExistsError for a folder with other things in it.
     """
     from huggingface_hub import constants, snapshot_download
 
     name, _, revision = reference.partition("@")
     _check_target(to)
-    with _hub_errors(reference):
+    with _hub_errors(reference), _patient(constants.HF_HUB_ETAG_TIMEOUT):
         about = None if constants.HF_HUB_OFFLINE else _about(name, revision or None)
         if to is not None and about is not None:  # the cache has a folder for each commit, another folder has not
             revision = str(about.sha)
         wanted = files or (chosen([s.rfilename for s in about.siblings or []]) if about else FILES)
         where = {"revision": revision or None, "allow_patterns": list(wanted), "local_dir": to}
         planned = _planned(name, where) if about else None
-        folder = Path(snapshot_download(name, **where))
+        folder = Path(snapshot_download(name, **where, local_files_only=planned is None))  # a silent hub is not asked again
         fetched: list[str] = []
-        if not constants.HF_HUB_OFFLINE:
-            fetched = _verify(reference, folder, folder.name if to is None else revision, planned)
+        if planned is not None:
+            fetched = _verify(reference, folder, folder.name if to is None else revision, planned, about)
     found = sorted(p for p in folder.rglob("*") if p.is_file() and ".cache" not in p.relative_to(folder).parts)
     return Pulled(folder, [p.relative_to(folder).as_posix() for p in found], sum(p.stat().st_size for p in found), fetched)
 
@@ -84,11 +85,11 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 def _about(name: str, revision: str | None) -> Any | None:
     """What the hub has on record of a commit; None where it does not answer."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage] (see _hub_errors)
 
     try:
-        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=PATIENCE)
+        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except HfHubHTTPError:
         raise
     except (HTTPError, ConnectionError):
@@ -116,31 +117,39 @@ def _check_target(to: Path | None) -> None:
         raise FileExistsError(f"{to} is not empty and holds no earlier download; give another folder")
 
 
-def _verify(reference: str, folder: Path, commit: str, planned: Mapping[str, str] | None) -> list[str]:
+def _verify(reference: str, folder: Path, commit: str, planned: Mapping[str, str], about: Any) -> list[str]:
     """The files that were fetched, each compared with what the hub has on record of the commit that lies in ``folder``.
 
-    Where the branch moved or the hub was silent between planning and fetching, every file counts as fetched. Raises HubError, after
-    deleting them, where files differ; those that an interrupt leaves unread are deleted too, for nobody would look at them again.
+    about: what it said of the commit before. Where the branch moved between planning and fetching, every file counts as fetched. Raises
+    HubError, after deleting them, where files differ or the hub is silent about them; those that an interrupt leaves unread are deleted
+    too, for nobody would look at them again.
     """
-    if planned is not None and not planned:
+    if not planned:
         return []
-    about = _about(reference.partition("@")[0], commit)
-    if about is None:  # there was no hub all along: what lies here is from before
-        return []
+    if about.sha != commit:
+        about = _about(reference.partition("@")[0], commit)
+    if about is None:
+        _delete(folder, planned)
+        raise HubError(f"{reference}: {_silent()}, so that the files that were fetched cannot be checked. Deleted; run again")
     known = {s.rfilename: s for s in about.siblings or [] if (folder / s.rfilename).is_file()}
-    sure = planned is not None and set(planned.values()) == {commit}
-    fetched = sorted(planned.keys() & known.keys()) if planned is not None and sure else sorted(known)
+    sure = set(planned.values()) == {commit}
+    fetched = sorted(planned.keys() & known.keys()) if sure else sorted(known)
     doubtful = set(fetched)
     try:
         doubtful -= {file for file in fetched if _intact(folder / file, known[file])}
     finally:
-        for file in doubtful:
-            (folder / file).resolve().unlink()
-            (folder / file).unlink(missing_ok=True)
+        _delete(folder, doubtful)
     if doubtful:
         raise HubError(f"{reference}: {', '.join(sorted(doubtful))} {'is' if len(doubtful) == 1 else 'are'} damaged: the hash is another "
                        "than the hub has on record. Deleted; run again to fetch anew")  # fmt: skip
     return fetched
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    """Remove files, and what they are links to."""
+    for path in (folder / name for name in names):
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _intact(path: Path, record: Any) -> bool:
@@ -193,26 +202,27 @@ def push(publication: Publication, name: str, *, revision: str | None = None, pr
     a branch, made if it is not there. overwrite: replace files that are there; weights of other names are removed, for a loader would
     read them too. Raises HubError with the hub's reason, or naming the files that would be replaced, before anything is sent.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
     api = HfApi()
-    with _hub_errors(name):
+    with _hub_errors(name), _patient(constants.HF_HUB_ETAG_TIMEOUT):
         new = not api.repo_exists(name)
         if new:
             api.create_repo(name, private=private)
-        there = api.model_info(name, timeout=PATIENCE)
+        there = api.model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if private and not there.private:
             raise HubError(f"{name} is there already and public; make it private in its settings first, or publish under another name")
         own = revision is None or api.revision_exists(name, revision)  # a new branch begins with main's files, which stay on main
         if revision is not None and own:
-            there = api.model_info(name, revision=revision, timeout=PATIENCE)
+            there = api.model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         old = sorted(s.rfilename for s in there.siblings or [] if s.rfilename not in KEPT)
         if old and own and not overwrite:
             raise HubError(f"{name} holds {len(old)} files already ({', '.join(old[:8])}{', ...' if len(old) > 8 else ''}); "
                            "pass --overwrite to replace them, or publish under another name or --revision")  # fmt: skip
         if not own:
             api.create_branch(name, branch=str(revision))
-            there = api.model_info(name, revision=revision, timeout=PATIENCE)
+            there = api.model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    with _hub_errors(name), _patient(COMMIT):
         stale = [f for f in old if f.endswith(WEIGHTS) and f not in publication.files]
         add = [CommitOperationAdd(f, str(c) if isinstance(c, Path) else c) for f, c in publication.files.items()]
         remove = [CommitOperationDelete(f) for f in stale]
@@ -224,8 +234,26 @@ def push(publication: Publication, name: str, *, revision: str | None = None, pr
 
 
 @contextmanager
+def _patient(seconds: float) -> Iterator[None]:
+    """Bound every wait for the hub: its library sets no limit to some, so that a hub which is silent would be waited for without end."""
+    from huggingface_hub import get_session
+
+    def limit(request: Any) -> None:
+        waits = request.extensions["timeout"]
+        request.extensions["timeout"] = {kind: seconds if wait is None else wait for kind, wait in waits.items()}
+
+    hooks = get_session().event_hooks["request"]
+    hooks.append(limit)
+    try:
+        yield
+    finally:
+        hooks.remove(limit)
+
+
+@contextmanager
 def _hub_errors(reference: str) -> Iterator[None]:
     """The hub library's errors as one line that says what to do."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -240,7 +268,8 @@ def _hub_errors(reference: str) -> Iterator[None]:
     try:
         yield
     except LocalEntryNotFoundError:
-        raise HubError(f"{reference}: the hub cannot be reached and the files are not in the local cache; "
+        why = "the hub library is switched offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else _silent()
+        raise HubError(f"{reference}: {why}, and the files are not in the local cache; "
                        "download them on a machine with a network, or give a local folder") from None  # fmt: skip
     except OfflineModeIsEnabled:
         raise HubError(f"{reference}: the hub library is switched offline; unset HF_HUB_OFFLINE") from None
@@ -249,7 +278,17 @@ def _hub_errors(reference: str) -> Iterator[None]:
     except (HfHubHTTPError, HFValidationError) as e:
         raise HubError(f"{reference}: {_first_line(e)}") from None
     except (HTTPError, ConnectionError) as e:
-        raise HubError(f"{reference}: the connection failed ({type(e).__name__}: {_first_line(e)}); run again to go on") from None
+        raise HubError(f"{reference}: {_silent()} ({type(e).__name__}: {_first_line(e)}); run again to go on, or give a local folder; "
+                       "HF_HUB_OFFLINE=1 uses what is in the local cache without asking") from None  # fmt: skip
+
+
+def _silent() -> str:
+    from huggingface_hub import constants
+
+    return (
+        f"the hub at {constants.ENDPOINT} cannot be reached or does not answer "
+        f"(HF_HUB_ETAG_TIMEOUT={constants.HF_HUB_ETAG_TIMEOUT} s, HF_HUB_DOWNLOAD_TIMEOUT={constants.HF_HUB_DOWNLOAD_TIMEOUT} s)"
+    )
 
 
 def _first_line(e: Exception) -> str:

@@ -23,10 +23,11 @@ from zoo.components.spec import load as load_spec
 from zoo.dequantized import Dequantized
 from zoo.family import Family, family_for
 from zoo.formats import Format
+from zoo.kv_scales import is_scale, with_declared, with_stored
 from zoo.model import Model, ModelSpec
 from zoo.renamed import Renamed
 from zoo.storages import Quantized, format_for, idle_bias, packed_modules, plain_spec, quantized_spec, readable, without_rest
-from zoo.weights import Entry, below, check_names, entries, fill
+from zoo.weights import Entry, below, check_names, entries, fill, folded
 
 if TYPE_CHECKING:
     from zoo.placement import DeviceMap, Plan
@@ -48,12 +49,13 @@ GLANCE = 1 << 18  # elements of a tensor that are looked at where it stays in it
 
 @dataclass
 class Source:
-    """Where a model's weights come from: enough to read any part of them again."""
+    """Where a model's weights come from: enough to read any part of them again. left_out: weights in the files that are not its."""
 
     checkpoint: Checkpoint
     table: list[Entry]
     dtype: torch.dtype
     device: torch.device
+    left_out: Sequence[str] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
         return self  # files are only read: a copied model has the same source
@@ -127,8 +129,9 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     GPU, and on disk in ``offload_folder``, are streamed to where they are used. ``device`` and ``lazy`` are for models at one place.
 
     Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
-    NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are NaN or infinite; of a
-    large tensor that stays as it lies in its file, which is then read when it is used, only the beginning is looked at.
+    NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are no part of the model, as a
+    vision tower, and of those that are NaN or infinite; of a large tensor that stays as it lies in its file, which is then read when it
+    is used, only the beginning is looked at.
     """
     if quantized not in get_args(Quantized):
         raise ValueError(f"quantized={quantized!r} is no choice{registry.nearest(str(quantized), get_args(Quantized))}")
@@ -137,6 +140,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     family = family_for(checkpoint.config, checkpoint.reference)
     kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
     spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
+    spec = with_stored(spec, checkpoint)
     checkpoint = Renamed(checkpoint, family.known_as(checkpoint.tensors(), spec))
     if quantized == "dequantize" and format is not None:
         checkpoint = Dequantized(checkpoint, packed_modules(spec, family, format, checkpoint))
@@ -144,14 +148,20 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     elif format is not None:
         checkpoint = without_rest(checkpoint, spec, family)
     table = entries(spec, family.rules_for(spec, checkpoint.tensors()), format)
-    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or tied_copy(spec, table, checkpoint, name)
-                or idle_bias(checkpoint, name))  # fmt: skip
+    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or family.leaves_out(name, spec)
+                or tied_copy(spec, table, checkpoint, name) or idle_bias(checkpoint, name)
+                or is_scale(name, checkpoint.config.get("quantization_config")))  # fmt: skip
+    left = sorted(name for name in checkpoint.tensors() if family.leaves_out(name, spec))
+    if left:
+        warnings.warn(
+            f"{checkpoint.reference}: {len(left)} tensors are no part of the model and are not loaded: {folded(left)}", stacklevel=2
+        )
     planned = None if device_map is None else placed(spec, kind, device_map, max_memory, offload_folder, checkpoint.reference)
     if not lazy and planned is None:
         check_memory(spec, kind, place, checkpoint.reference)
     with unfilled():
         model = spec.build()
-    model.config, model.source = checkpoint.config, Source(checkpoint, table, kind, place)
+    model.config, model.source = checkpoint.config, Source(checkpoint, table, kind, place, left)
     if planned is not None:
         spread(model, planned, offload_folder)
     if not lazy:
@@ -229,6 +239,7 @@ def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: 
             format = format_for(quantization)
             names = family.known_as(tensors or {}, spec)
             spec = quantized_spec(spec, family, format, quantization, {names[n]: t for n, t in (tensors or {}).items()})
+            spec = with_declared(spec, quantization)
     except KeyError as e:
         word = family.spelling.get(e.args[0], e.args[0])
         raise CheckpointError(f"{reference}: config.json has no {word}") from None

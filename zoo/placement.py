@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -219,37 +219,6 @@ def check_devices(wanted: Plan) -> None:
     if absent or (wanted.main.type == "cuda" and wanted.main.index >= have):
         named = absent or [wanted.main.index]
         raise ValueError(f"device_map needs {', '.join(map(words, named))}; this machine has {have} GPUs")
-
-
-def print_plan(spec: ModelSpec, dtype: torch.dtype, device_map: Sequence[str], max_memory: Sequence[str], console: Any) -> bool:
-    """Print where the units of a model go and what does not fit, by the words of a command line. Returns whether all of it fits."""
-    from rich.table import Table
-
-    whole = device_map[0] if len(device_map) == 1 and "=" not in device_map[0] else pairs(device_map, "device-map")
-    found = plan(spec, dtype, whole, pairs(max_memory, "max-memory") if max_memory else None)  # type: ignore[arg-type] (plan checks it)
-    table = Table("units", "lie on", "run on", "GiB", show_edge=False)
-    for units, place, size, streamed in found.rows():
-        device = found.device(unit_of(units.partition(" ")[0]))
-        table.add_row(units, words(place), f"{device}{', streamed' if streamed else ''}", f"{size / GIB:.3f}")
-    console.print(table)
-    for place, size in found.held().items():
-        most = f" of {found.limits[place] / GIB:.3f}" if place in found.limits else ""
-        console.print(f"{words(place)}: {size / GIB:.3f}{most} GiB")
-    problems = unfit(found, spec, dtype)
-    for problem in problems:
-        console.print(f"does not fit: {problem}", markup=False)
-    return not problems
-
-
-def pairs(given: Sequence[str], option: str) -> dict[str, str]:
-    """``name=value`` texts as a mapping. Raises ValueError for others, and for names that come twice."""
-    found: dict[str, str] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or name in found:
-            raise ValueError(f"--{option} {text}: write name=value, each name once")
-        found[name] = value
-    return found
 
 
 def words(place: Place) -> str:

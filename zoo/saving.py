@@ -6,27 +6,33 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.checkpoint import CheckpointError, NoTokenizer, read_json
 from zoo.components import registry
+from zoo.components.cache.dense import Dense
 from zoo.components.contracts import Linear, StoredLinear
-from zoo.engines import in_words, readme, refusals
+from zoo.engines import PADDED, in_words, readme, refusals
 from zoo.family import Family, architecture
 from zoo.formats import Format
+from zoo.kv_scales import declares, scheme, tensors
+from zoo.loading import NotEnoughMemory
 from zoo.model import Model, ModelSpec
-from zoo.weights import SAME, Entry, entries, linear_names, linears, written_out
+from zoo.weights import SAME, Entry, entries, folded, linear_names, linears, not_together, stacked_names, written_out
 
 SHARD = 5_000_000_000  # bytes
 GGUF = "gguf"
-FORMATS = ("compressed_tensors", "bitsandbytes", "aqlm", "native")  # in which quantized weights are written, the most widely read first
+# in which quantized weights are written: what a family itself is published in, then the most widely read first
+FORMATS = ("mxfp4", "compressed_tensors", "bitsandbytes", "aqlm", "native")
 NAMED = 8  # of a folder's entries, in a message
 
 
@@ -46,9 +52,10 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
 
     format: how quantized linear modules are written, None: the first of FORMATS that holds them all. A folder that holds anything is
     refused unless ``overwrite``, which replaces a checkpoint whole; any other folder is refused all the same. Everything is written
-    beside the folder first, ``check`` is called with what was written (``zoo.quantize.verify``, say) and may raise, and only then the
-    new folder takes the place of the old one. A model that its family's config cannot describe (a swapped pattern, say) is written with
-    its spec in config.json; ``zoo.load`` reads it, transformers does not, and the result says why.
+    beside the folder first, ``check`` is called with what was written and may raise, and only then the new folder takes the place of the
+    old one; without it, quantized weights are read back and compared with the model (``zoo.quantize.verify``). A model that its family's
+    config cannot describe (a swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it, transformers does
+    not, and the result says why.
 
     format="gguf" writes one file, NAME.gguf, for llama.cpp. Packed weights are written in the blocks that hold them exactly (4 bits in
     groups of 32 as q4_0 or q4_1, 8 bits as q8_0, MXFP4 as itself); blocks: what the others are rounded to (f32, bf16, f16, q8_0, q6_k,
@@ -64,6 +71,7 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
         raise ValueError(f"blocks={blocks!r} is for format='gguf'; {format or 'every other'} keeps weights as they are")
     check_folder(folder, overwrite)
     check_loaded(model)
+    check_ties(model)
     family, written = family_of(model.spec), format_of(model.spec, format)
     config, reason = describe(model.spec, model.config, family, written)
     table = entries(model.spec, family.rules(model.spec), written)
@@ -73,7 +81,8 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
     try:
         scratch.mkdir()
         (scratch / "config.json").write_text(json.dumps(config | {"torch_dtype": str(model.dtype).removeprefix("torch.")}, indent=2) + "\n")
-        write_shards(model, table, scratch, shard_bytes)
+        scales = tensors(model.spec, table) if declares(model.spec, written) else ()
+        write_shards(chain(disk_tensors(model, table), scales), scratch, shard_bytes)
         for shard in scratch.glob("*.safetensors"):  # which safetensors makes readable for the owner alone
             shutil.copymode(scratch / "config.json", shard)
         write_extras(model, scratch)
@@ -81,10 +90,15 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
             (scratch / "README.md").write_text(readme(model.spec, folder.name, config["quantization_config"], reason), encoding="utf-8")
         if check is not None:
             check(scratch)
+        elif written is not None:
+            check_saved(model, scratch)
         move_in(scratch, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    if found := refusals(model.spec) if written is not None and not written.own else []:
+    if model.source is not None and (left := model.source.left_out):
+        warnings.warn(f"{len(left)} tensors of {model.source.reference} are no part of the model and were not written: {folded(left)}",
+                      stacklevel=2)  # fmt: skip
+    if found := refusals(model.spec) if written is not None and not written.own and written.method not in PADDED else []:
         warnings.warn(in_words(found), stacklevel=2)
     files = sorted(p for p in folder.iterdir() if p.is_file())
     return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason)
@@ -102,9 +116,33 @@ def _save_file(model: Model, path: Path, blocks: str | None, shard_bytes: int, o
     return Saved(path, [path.name], path.stat().st_size, reason)
 
 
+def check_saved(model: Model, folder: Path) -> None:
+    """Compare what was written with the model. Warns (UserWarning) where memory does not hold a second one."""
+    from zoo.verification import verify
+
+    try:
+        verify(model, folder)
+    except NotEnoughMemory as e:
+        warnings.warn(f"the saved weights were not read back to be compared: {e}", stacklevel=3)
+
+
 def check_loaded(model: Model) -> None:
     if model.placement is None and any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is not loaded (it has tensors on the meta device); call zoo.weights.materialize(model, '') first")
+
+
+def check_ties(model: Model) -> None:
+    """Raise ValueError for weights that are one tensor in memory, told by where they lie, though the spec has one for each."""
+    found: dict[tuple[int, torch.dtype, torch.Size], list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if not tensor.is_meta and tensor.numel():
+            found.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape), []).append(name)
+    tie = model.spec.head.tie()
+    tied = {f"head.{tie[0]}", f"embed.{tie[1]}"} if tie else set()
+    shared = [" = ".join(names) for names in found.values() if len(names) > 1 and set(names) != tied]
+    if shared:
+        raise ValueError(f"{'; '.join(shared)}: one tensor in memory, which files would hold several times; tie it in the spec "
+                         "(head.tied=true), or give each module its own copy")  # fmt: skip
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
@@ -155,9 +193,10 @@ def format_of(spec: ModelSpec, name: str | None) -> Format | None:
     if not storages:
         return None
     if name is None:
-        on_disk = disk_storages(spec, family_of(spec))
-        return next((f for f in map(format_named, FORMATS) if holds(f, on_disk)), named)
+        return next((f for f in map(format_named, FORMATS) if holds(f, spec)), named)
     check_format(named, storages)
+    if wrong := apart(spec, named):
+        raise ValueError(f"{named.name} cannot hold this model: {'; '.join(wrong)}. Or leave the format out for one that can")
     return named
 
 
@@ -174,9 +213,16 @@ def check_format(format: Format, storages: Mapping[str, Linear]) -> None:
         raise ValueError(f"{format.name} cannot hold this model: {'; '.join(refused)}. Leave the format out for one that can")
 
 
-def holds(format: Format, storages: Mapping[str, Linear]) -> bool:
-    """Whether one file of a format can hold all modules of a model, by their names on disk."""
-    if any(format.accepts(s) for s in storages.values() if s.name != "dense"):
+def apart(spec: ModelSpec, format: Format) -> list[str]:
+    """What is against a model's packed weights in a format that holds those which lie together; empty for other formats."""
+    packed = {path for path, child in linears(spec) if child.spec.name != "dense"}
+    return list(not_together(written_out(spec, family_of(spec).rules(spec)), packed)) if format.together else []
+
+
+def holds(format: Format, spec: ModelSpec) -> bool:
+    """Whether one file of a format can hold all modules of a model."""
+    storages = disk_storages(spec, family_of(spec), format)
+    if any(format.accepts(s) for s in storages.values() if s.name != "dense") or apart(spec, format):
         return False
     try:
         format.config(storages)
@@ -189,13 +235,18 @@ def describe(spec: ModelSpec, config: Mapping[str, Any], family: Family, format:
     """config.json for a spec, and why transformers cannot run it (None where it can)."""
     kept = {k: v for k, v in config.items() if k not in ("quantization_config", "zoo_spec", "dtype", "torch_dtype")}
     reason = f"it knows no quant_method {format.method}" if format and format.own else None
+    scaled = declares(spec, format)
     try:
-        written = family.write(spec, kept)
-        check_packed(spec, family)
+        written = family.write(replace(spec, cache=Dense()) if scaled else spec, kept)
+        if format is not None and not format.together:
+            check_packed(spec, family)
     except ValueError as e:
         reason = str(e)
         written = registry.get("family", "zoo").spec().write(architecture(spec), kept)  # type: ignore[attr-defined]
-    return written | ({"quantization_config": format.config(disk_storages(spec, family))} if format else {}), reason
+    if format is None:
+        return written, reason
+    quantization = format.config(disk_storages(spec, family, format)) | ({"kv_cache_scheme": scheme(spec)} if scaled else {})
+    return written | {"quantization_config": quantization}, reason
 
 
 def check_packed(spec: ModelSpec, family: Family) -> None:
@@ -207,17 +258,18 @@ def check_packed(spec: ModelSpec, family: Family) -> None:
                          + f"; so with {len(other) - 1} more" * (len(other) > 1))  # fmt: skip
 
 
-def disk_storages(spec: ModelSpec, family: Family) -> dict[str, Linear]:
-    """Storage of every linear module, a tied head included, by name on disk."""
-    names = linear_names(written_out(spec, family.rules(spec)))
+def disk_storages(spec: ModelSpec, family: Family, format: Format) -> dict[str, Linear]:
+    """Storage of every linear module, a tied head included, by name on disk; of several in one tensor that the format keeps, of one."""
+    table = written_out(spec, family.rules(spec))
+    names = linear_names(table) | (stacked_names(table) if format.together else {})
     return {names.get(path, path): child.spec for path, child in linears(spec) if isinstance(child.spec, Linear)}
 
 
-def write_shards(model: Model, table: list[Entry], folder: Path, shard_bytes: int) -> None:
-    """The tensors under their names on disk, in one file or in numbered shards with an index."""
+def write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+    """Tensors under their names on disk, in one file or in numbered shards with an index."""
     shards: list[dict[str, str]] = []
     total, held, size = 0, {}, 0
-    for name, tensor in disk_tensors(model, table):
+    for name, tensor in named:
         if held and size + tensor.nbytes > shard_bytes:
             shards.append(_write_shard(held, folder, len(shards)))
             held, size = {}, 0

@@ -18,7 +18,7 @@ from zoo.dequantized import METHODS, Dequantized, Packed, dequantized
 from zoo.family import Family
 from zoo.formats import Format
 from zoo.model import ModelSpec
-from zoo.weights import entries, linear_names, linears
+from zoo.weights import entries, linear_names, linears, stacked_names
 
 Quantized = Literal["keep", "dequantize"]
 
@@ -43,8 +43,9 @@ def without_rest(checkpoint: Checkpoint, spec: ModelSpec, family: Family) -> Che
     config = checkpoint.config.get("quantization_config")
     if not isinstance(config, Mapping) or str(config.get("quant_method")) not in METHODS:
         return checkpoint
-    names = linear_names(entries(plain_spec(spec), family.rules(spec)))
-    kept = {f"{names.get(path, path)}.weight" for path, child in linears(spec) if child.spec.name != "dense"}
+    table = entries(plain_spec(spec), family.rules(spec))
+    names = {path: f"{name}.weight" for path, name in linear_names(table).items()} | stacked_names(table)
+    kept = {names.get(path, f"{path}.weight") for path, child in linears(spec) if child.spec.name != "dense"}
     try:
         packed = METHODS[config["quant_method"]](config, checkpoint.tensors())
     except ValueError as e:
@@ -107,12 +108,14 @@ def format_for(quantization: Any) -> Format:
 def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization: dict[str, Any],
                    stored: Mapping[str, TensorInfo]) -> ModelSpec:  # fmt: skip
     """The spec with the storage that the quantization config gives each linear module."""
-    names = linear_names(entries(spec, family.rules(spec)))
+    table = entries(spec, family.rules(spec))
+    names = linear_names(table) | (stacked_names(table) if format.together else {})
     tensors: dict[str, dict[str, TensorInfo]] = {}
     modules = {names.get(path, path) for path, _ in linears(spec)}
     for name, info in stored.items():
-        module = next((part for part in parents(name) if part in modules), "")  # some formats put more than one word below a module
-        tensors.setdefault(module, {})[name.removeprefix(f"{module}.")] = info
+        # some formats put more than one word below a module
+        module = next((part for part in parents(name, format.joint) if part in modules), "")
+        tensors.setdefault(module, {})[name.removeprefix(f"{module}{format.joint}")] = info
     tie = spec.head.tie()
     for path, child in list(linears(spec)):
         if tie and path == f"head.{tie[0].removesuffix('.weight')}":
@@ -127,10 +130,10 @@ def quantized_spec(spec: ModelSpec, family: Family, format: Format, quantization
     return spec
 
 
-def parents(name: str) -> Iterator[str]:
-    """What a dotted name lies below, the nearest first."""
-    while "." in name:
-        name = name.rpartition(".")[0]
+def parents(name: str, joint: str) -> Iterator[str]:
+    """What a name of words with ``joint`` between them lies below, the nearest first."""
+    while joint in name:
+        name = name.rpartition(joint)[0]
         yield name
 
 

@@ -82,8 +82,22 @@ def _tried(tokenizer: Any) -> Any:
 
 def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The special tokens that a tokenizer puts before a text by default; what it puts after one is not among them."""
-    ids, special = (tokenizer("a", return_special_tokens_mask=True)[key] for key in ("input_ids", "special_tokens_mask"))
-    return [i for i, _ in itertools.takewhile(lambda pair: pair[1], zip(ids, special, strict=True))]
+    return _leading(_marked(tokenizer))
+
+
+def ending(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The special tokens that a tokenizer puts after a text by default, as </s> or [SEP]."""
+    return _leading(_marked(tokenizer)[::-1])[::-1]
+
+
+def _marked(tokenizer: PreTrainedTokenizerFast) -> list[tuple[int, int]]:
+    """(id, 1 if it was put there) of a text's tokens."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    return list(zip(found["input_ids"], found["special_tokens_mask"], strict=True))
+
+
+def _leading(marked: Sequence[tuple[int, int]]) -> list[int]:
+    return [i for i, _ in itertools.takewhile(lambda pair: pair[1], marked)]
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -43,13 +44,15 @@ class Rule:
 
     ``{e}`` on both sides makes an entry for each expert. On our side alone, the tensors of all experts are one entry: every expert's
     for the first of ``ours``, then every expert's for the second, and so on. The operations are in zoo.layouts. layers: those that the
-    rule is about, where layers of one model are named in different ways; None for all.
+    rule is about, where layers of one model are named in different ways; None for all. rows: the change in files whose weights are
+    packed and lie together all the same, which have [..., outputs, *a row's codes]; None where there are none such.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     op: Op = SAME
     layers: frozenset[int] | None = None
+    rows: Op | None = None
 
     @classmethod
     def same(cls, theirs: str, ours: str) -> Rule:
@@ -63,6 +66,7 @@ class Entry:
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     op: Op = SAME
+    rows: Op | None = None
 
 
 def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None) -> list[Entry]:
@@ -76,14 +80,17 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
     if tie:
         have.pop(f"head.{tie[0]}", None)
     packed = {path: child for path, child in linears(spec) if child.spec.name != "dense"}
-    names = {path: path for path in packed} | linear_names(plain)
-    # a packed module leaves the tensor that it shared with others, and so must they
-    plain = [e for e in plain if len(e.ours) == 1 or not any(n.rpartition(".")[0] in packed for n in e.ours)]
-    ruled = {n for e in plain for n in e.ours}
+    if format is not None and format.together:
+        found = _stacked_entries(plain, packed, format)
+    else:
+        names = {path: path for path in packed} | linear_names(plain)
+        found = [_packed_entry(path, child, names, format) for path, child in packed.items()]
+        # a packed module leaves the tensor that it shared with others, and so must they
+        plain = [e for e in plain if len(e.ours) == 1 or not any(n.rpartition(".")[0] in packed for n in e.ours)]
+    inside = {n for e in found for n in e.ours}
+    ruled = {n for e in plain for n in e.ours} | inside
     own = [Entry((n,), (n,)) for n in have if n not in ruled]
-    inside = {f"{path}.{name}" for path, child in packed.items() for name in child.spec.tensors(*child.at)}
-    kept = [e for e in plain + own if e.ours[0] in have and e.ours[0] not in inside]
-    return kept + [_packed_entry(path, child, names, format) for path, child in packed.items()]
+    return [e for e in plain + own if e.ours[0] in have and e.ours[0] not in inside] + found
 
 
 def written_out(spec: ModelSpec, rules: Iterable[Rule]) -> list[Entry]:
@@ -100,12 +107,12 @@ def _layers(rule: Rule, count: int) -> Iterable[int]:
 
 def _for_layer(rule: Rule, l: int, experts: int) -> Iterator[Entry]:
     if "{e}" not in rule.ours[0]:
-        yield Entry(_named(rule.theirs, l), _named(rule.ours, l), rule.op)
+        yield Entry(_named(rule.theirs, l), _named(rule.ours, l), rule.op, rule.rows)
     elif any("{e}" in name for name in rule.theirs):
-        yield from (Entry(_named(rule.theirs, l, e), _named(rule.ours, l, e), rule.op) for e in range(experts))
+        yield from (Entry(_named(rule.theirs, l, e), _named(rule.ours, l, e), rule.op, rule.rows) for e in range(experts))
     elif experts:
         ours = tuple(name.format(l=l, e=e) for name in rule.ours for e in range(experts))
-        yield Entry(_named(rule.theirs, l), ours, rule.op)
+        yield Entry(_named(rule.theirs, l), ours, rule.op, rule.rows)
 
 
 def _named(names: Sequence[str], l: int, e: int = 0) -> tuple[str, ...]:
@@ -128,6 +135,24 @@ def linear_names(table: Iterable[Entry]) -> dict[str, str]:
     return {o.removesuffix(".weight"): t.removesuffix(".weight") for o, t in pairs if o.endswith(".weight") and t.endswith(".weight")}
 
 
+def stacked_names(table: Iterable[Entry]) -> dict[str, str]:
+    """Our module path -> the name on disk of the tensor that has its weight together with others', also where they are packed."""
+    return {n.removesuffix(".weight"): e.theirs[0] for e in table if e.rows is not None for n in e.ours if n.endswith(".weight")}
+
+
+def not_together(table: Iterable[Entry], packed: AbstractSet[str]) -> Iterator[str]:
+    """What keeps packed modules of a model out of files that hold only weights which lie together; nothing where they can."""
+    stacked = stacked_names(table)
+    single = sorted(packed - stacked.keys())
+    if single:
+        yield (f"it holds weights that lie together in one tensor, as the experts of gpt-oss, but each of {folded(single)} lies in "
+               "its own; keep these plain")  # fmt: skip
+    shared = {stacked[path] for path in packed & stacked.keys()}
+    mixed = [path for path, name in stacked.items() if name in shared and path not in packed]
+    if mixed:
+        yield f"{folded(mixed)} lie in one tensor with packed ones; pack these too, or keep the others plain"
+
+
 def _packed_entry(path: str, child: Child, names: dict[str, str], format: Format | None) -> Entry:
     storage = child.spec
     assert isinstance(storage, Linear)
@@ -146,6 +171,46 @@ def _packed_entry(path: str, child: Child, names: dict[str, str], format: Format
         return [found[n] for n in theirs]
 
     return Entry(tuple(f"{names[path]}.{n}" for n in theirs), tuple(f"{path}.{n}" for n in ours), Op(decode, encode))
+
+
+def _stacked_entries(plain: Sequence[Entry], packed: Mapping[str, Child], format: Format) -> list[Entry]:
+    """Those of tensors that hold the weights of several packed modules. Raises CheckpointError for packed modules that lie elsewhere."""
+    if wrong := list(not_together(plain, packed.keys())):
+        raise CheckpointError(f"{format.name} files cannot hold this model: {'; '.join(wrong)}")
+    return [_stacked_entry(e, e.rows, packed, format) for e in plain if e.rows and packed.keys() & stacked_names([e]).keys()]
+
+
+def _stacked_entry(entry: Entry, rows: Op, packed: Mapping[str, Child], format: Format) -> Entry:
+    """Each of the format's tensors holds the rows of all modules; their biases lie elsewhere."""
+    paths = list(stacked_names([entry]))
+    held = [_stored(packed[path]) for path in paths]
+    name, theirs = entry.theirs[0].rpartition(".")[2], format.disk_names(held[0][0], False)
+    ours = list(held[0][0].tensors(*held[0][1:], False))
+
+    def decode(tensors: Tensors) -> Tensors:
+        parts = list(zip(*(rows.forward([t]) for t in tensors), strict=True))
+        if len(parts) != len(held):
+            raise ValueError(f"{name} holds {len(parts)} weights, the model has {len(held)} there")
+        try:
+            found = [format.decode(at[0], dict(zip(theirs, part, strict=True)), *at[1:]) for at, part in zip(held, parts, strict=True)]
+        except ValueError as e:  # which speaks of one weight
+            raise ValueError(f"{name}: {e}") from None
+        return [tensors[n] for tensors in found for n in ours]
+
+    def encode(tensors: Tensors) -> Tensors:
+        parts = [dict(zip(ours, tensors[i : i + len(ours)], strict=True)) for i in range(0, len(tensors), len(ours))]
+        found = [format.encode(at[0], part, *at[1:]) for at, part in zip(held, parts, strict=True)]
+        return [rows.backward([tensors[n] for tensors in found])[0] for n in theirs]
+
+    names = tuple(f"{path}.{n}" for path in paths for n in ours)
+    return Entry(tuple(f"{entry.theirs[0]}{format.joint}{n}" for n in theirs), names, Op(decode, encode))
+
+
+def _stored(child: Child) -> tuple[Linear, int, int]:
+    """The storage of a linear part, its inputs and outputs."""
+    storage, (inputs, outputs, _) = child.spec, child.at
+    assert isinstance(storage, Linear)
+    return storage, inputs, outputs
 
 
 # ---- filling a model ---------------------------------------------------------------------------------------------------------

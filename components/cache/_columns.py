@@ -48,7 +48,7 @@ class Buffer:
         assert all(x.shape[1] == capacity for x in self.parts.values()), "a buffer has another size than its store"
 
 
-MakeBuffer = Callable[[str, Slot], Buffer]  # from a slot's name
+MakeBuffer = Callable[[int, str, Slot], Buffer]  # from a layer and a slot's name
 
 
 class Columns:
@@ -56,7 +56,7 @@ class Columns:
 
     def __init__(self, layers: Mapping[int, Mapping[str, Slot]], rows: int, device: torch.device, make: MakeBuffer):
         self.layers, self.device, self.capacity, self.aligned = frozenset(layers), device, 0, True
-        self.buffers = {i: {n: make(n, s) for n, s in token_slots(slots).items()} for i, slots in layers.items()}
+        self.buffers = {i: {n: make(i, n, s) for n, s in token_slots(slots).items()} for i, slots in layers.items()}
         self.count = [0] * rows  # columns in use, those of tentative tokens included
         self.positions = torch.full((rows, 0), -1, device=device)
         self.kpos, self.seen = self.positions, 0
@@ -179,6 +179,6 @@ class ColumnCache(TokenCache[Columns]):
     def __init__(self, layers: Sequence[Mapping[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device,
                  make: MakeBuffer | None = None, groups: Sequence[Sequence[int]] | None = None):  # fmt: skip
         members = [[i for i in group if token_slots(layers[i])] for group in ([range(len(layers))] if groups is None else groups)]
-        make = make or (lambda name, slot: Buffer(slot, dtype, rows, device))
+        make = make or (lambda layer, name, slot: Buffer(slot, dtype, rows, device))
         stores = [Columns({i: layers[i] for i in group}, rows, device, make) for group in members if group]
         super().__init__(layers, stores, rows, device)

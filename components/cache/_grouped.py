@@ -115,7 +115,7 @@ class GroupedCache(ColumnCache):
 
     def __init__(self, layers: Sequence[Mapping[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device, *,
                  bits: int, group: int, residual: int, by_channel: Sequence[str]):  # fmt: skip
-        def make(name: str, slot: Slot) -> Buffer:
+        def make(layer: int, name: str, slot: Slot) -> Buffer:
             if not (slot.dtype or dtype).is_floating_point:
                 return Buffer(slot, dtype, rows, device)
             return GroupedBuffer(slot, dtype, rows, device, bits, group, group if name in by_channel else 1)

@@ -44,7 +44,7 @@ class Shared(CachePolicy):
     def build(self, layers: list[dict[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The inner policy's cache. Raises ValueError where ``reads`` does not fit the layers."""
         self._check(layers)
-        cache = self.inner.build(self._written(layers), rows, dtype, device)
+        cache = self.inner.build(self.written(layers), rows, dtype, device)
         cache.share(self.readers)
         return cache
 
@@ -62,17 +62,17 @@ class Shared(CachePolicy):
         return self.inner.bytes_per_token(slots, element_bytes)
 
     def total_bytes(self, layers: Sequence[Mapping[str, Slot]], tokens: int, element_bytes: int) -> int:
-        return self.inner.total_bytes(self._written(layers), tokens, element_bytes)
+        return self.inner.total_bytes(self.written(layers), tokens, element_bytes)
 
     def total_bytes_per_token(self, layers: Sequence[Mapping[str, Slot]], element_bytes: int) -> int:
-        return self.inner.total_bytes_per_token(self._written(layers), element_bytes)
+        return self.inner.total_bytes_per_token(self.written(layers), element_bytes)
 
     @property
     def readers(self) -> dict[int, int]:
         """Layer -> the other layer that it reads."""
         return {layer: source for layer, source in enumerate(self.reads) if source != layer}
 
-    def _written(self, layers: Sequence[Mapping[str, Slot]]) -> list[dict[str, Slot]]:
+    def written(self, layers: Sequence[Mapping[str, Slot]]) -> list[dict[str, Slot]]:
         """Slots without the token slots of layers that read another."""
         return [{n: s for n, s in slots.items() if s.kind == "state" or i not in self.readers} for i, slots in enumerate(layers)]
 

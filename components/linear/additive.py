@@ -91,10 +91,12 @@ class AdditiveLinear(HeldLinear):
 
     def _by_table(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]."""
-        products = torch.einsum("njg,kvg->jkvn", x.unflatten(1, (-1, self.spec.group)), self.codebooks.float()[:, :, 0])
-        places = torch.arange(products[..., 0, 0].numel(), dtype=torch.int32, device=x.device) << self.spec.bits
-        summed = F.embedding_bag(self.indices().flatten(1) + places, products.flatten(0, 2), mode="sum")
-        return (summed * self.scales.view(-1, 1).float()).t()
+        books, size, _, group = self.codebooks.shape
+        vectors = self.codebooks.float().view(books * size, group)
+        places = torch.arange(self.inputs // group * books, dtype=torch.int32, device=x.device) * size
+        entries = (self.indices().flatten(1) + places).flatten()
+        tables = (x.view(-1, group) @ vectors.t()).view(len(x), -1)  # of each row, [inputs / group * codebooks * 2^bits]
+        return tables.index_select(1, entries).view(len(x), self.outputs, -1).sum(-1) * self.scales.view(-1).float()
 
 
 def blocks_of(indices: Tensor, codebooks: Tensor) -> Tensor:

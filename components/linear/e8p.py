@@ -49,18 +49,28 @@ class E8PLinear(HeldLinear):
 
     def words(self) -> Tensor:
         """[outputs, inputs / 8] int32, or int64 at 4 bits, whose codes fill 32 bits."""
-        octets, bits = self.codes.unflatten(-1, (-1, self.spec.bits)), self.spec.bits
-        words = octets[..., :2].contiguous().view(torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
-        if bits == 2:
-            return words
-        rest = octets[..., 2:].to(torch.int64)
-        return words + sum(rest[..., i] << 16 + 8 * i for i in range(bits - 2))
+        first, *rest = self._stages()
+        return first if not rest else first | rest[0].long() << 16 if self.spec.bits == 4 else first | rest[0] << 16
 
     def forward(self, x: Tensor) -> Tensor:
-        points = e8.decode(self.words(), self.spec.bits, x.dtype).flatten(-2)
-        return self.biased((F.linear(x, points) * self.scale).to(x.dtype))
+        return self.biased((F.linear(x / 4, self._points().to(x.dtype)) * self.scale).to(x.dtype))
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """[outputs, inputs], by default in float32; rounded once."""
         wide = torch.promote_types(dtype or torch.float32, torch.float32)
         return e8.decode(self.words(), self.spec.bits, wide).flatten(-2).mul_(self.scale).to(dtype or torch.float32)
+
+    def _stages(self) -> list[Tensor]:
+        """The code of each stage, [outputs, inputs / 8] int32."""
+        octets = self.codes.unflatten(-1, (-1, self.spec.bits))
+        parts = [octets[..., :2], octets[..., 2:]][: 1 if self.spec.bits == 2 else 2]
+        return [p[..., 0].int() if p.shape[-1] == 1 else p.contiguous().view(torch.int16).squeeze(-1).int() & 0xFFFF for p in parts]
+
+    def _points(self) -> Tensor:
+        """Four times the points, [outputs, inputs]: int8 at 2 bits, float32 where two stages add up."""
+        device, (first, *rest) = self.codes.device, self._stages()
+        points = e8.quadrupled(first, e8.octets(16, device))
+        if not rest:
+            return points
+        second = e8.quadrupled(rest[0], e8.octets(8 if self.spec.bits == 3 else 16, device))
+        return points.float().add_(second, alpha=1 / e8.STAGES[self.spec.bits].residual)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,36 +35,59 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Int8:
-    """Symmetric int8 with one fp32 scale a vector, max |x| / 127."""
+class _Eight:
+    """Codes of 8 bits times an fp32 scale: each vector's own, max |x| / top, or one that is known before, beyond which values saturate."""
+
+    scale: float | None = None
+
+    kept: ClassVar[torch.dtype]  # of the codes
+    top: ClassVar[float]
 
     def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        return {"code": (shape, torch.int8), "scale": (shape[:-1], torch.float32)}
+        code = {"code": (shape, self.kept)}
+        return code if self.scale is not None else code | {"scale": (shape[:-1], torch.float32)}
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
-        scale = _largest(x) / 127
-        return {"code": (x.float() / scale).round().clamp(-127, 127).to(torch.int8), "scale": scale[..., 0]}
+        if self.scale is not None:
+            return {"code": self._codes(x.float() / self.scale)}
+        scale = _largest(x) / self.top
+        return {"code": self._codes(x.float() / scale), "scale": scale[..., 0]}
 
     def decode(self, parts: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        return (parts["code"] * parts["scale"][..., None]).to(dtype)
+        scale = parts["scale"][..., None] if self.scale is None else self.scale
+        return (self._values(parts["code"]) * scale).to(dtype)
+
+    def _codes(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _values(self, codes: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Float8:
-    """fp8 (e4m3fn) with one fp32 scale a vector, max |x| / 448: the largest entry is exact and nothing saturates.
+class Int8(_Eight):
+    """Symmetric int8, top 127."""
 
-    The codes are kept as bytes: few operators move fp8 tensors about.
-    """
+    kept, top = torch.int8, 127.0
 
-    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        return {"code": (shape, torch.uint8), "scale": (shape[:-1], torch.float32)}
+    def _codes(self, x: Tensor) -> Tensor:
+        return x.round().clamp(-127, 127).to(torch.int8)
 
-    def encode(self, x: Tensor) -> dict[str, Tensor]:
-        scale = _largest(x) / F8_MAX
-        return {"code": (x.float() / scale).clamp(-F8_MAX, F8_MAX).to(torch.float8_e4m3fn).view(torch.uint8), "scale": scale[..., 0]}
+    def _values(self, codes: Tensor) -> Tensor:
+        return codes.float()
 
-    def decode(self, parts: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        return (parts["code"].view(torch.float8_e4m3fn).float() * parts["scale"][..., None]).to(dtype)
+
+@dataclass(frozen=True)
+class Float8(_Eight):
+    """fp8 (e4m3fn), top 448. The codes are kept as bytes: few operators move fp8 tensors about."""
+
+    kept, top = torch.uint8, F8_MAX
+
+    def _codes(self, x: Tensor) -> Tensor:
+        return x.clamp(-F8_MAX, F8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)

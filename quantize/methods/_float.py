@@ -32,7 +32,11 @@ class FloatQuantizer(Quantizer):
         return scaled.fit(weight, self.storage.grid), None
 
     def quantize(self, weight: Tensor, hessian: Hessian | None) -> Quantized:
-        tensors = self.storage.encode(weight, *self.fit(weight))
+        return self.encoded(weight, *self.fit(weight), hessian)
+
+    def encoded(self, weight: Tensor, scale: Tensor, tensor_scale: Tensor | None, hessian: Hessian | None) -> Quantized:
+        """The weight rounded to nearest with these stored scales, and a fixed scale of the inputs where they have one."""
+        tensors = self.storage.encode(weight, scale, tensor_scale)
         if not self.calibrated:
             return Quantized(tensors)
         seen = hessian is not None and hessian.tokens > 0

@@ -26,7 +26,8 @@ class Incoherent(Quantizer):
     """A rotated matrix, rounded to one codebook times one scale.
 
     damping: added to the Hessian's diagonal, as a share of its mean. sweeps: at most, over all blocks, to improve on the first
-    rounding. seed: of the random signs. Without tokens each block is rounded to the nearest point, and the row says so.
+    rounding; one that gains less than a 250th of the error is the last. seed: of the random signs. Without tokens each block is rounded
+    to the nearest point, and the row says so.
     """
 
     calibrated = True
@@ -53,8 +54,10 @@ class Incoherent(Quantizer):
         """The root mean square that values should have when they are rounded."""
 
     @abstractmethod
-    def round(self, x: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, width] -> codes [N], and what they stand for, [N, width]; metric [width, width]: what a step in each direction costs."""
+    def round(self, x: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[N, width] -> codes [N] int64, and what they stand for, [N, width]; metric [width, width]: what a step in each direction
+        costs, None: all the same.
+        """
 
     @abstractmethod
     def pack(self, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -84,10 +87,9 @@ class Incoherent(Quantizer):
         """Codes [N, K / width] of a weight [N, K] that has the right spread."""
         damped = None if matrix is None else damped_factor(matrix, self.width, self.damping)
         if damped is None:
-            why, same = "no tokens" if matrix is None else "not factored", torch.eye(self.width).to(weight)
-            blocks = weight.unflatten(1, (-1, self.width)).unbind(1)
-            return torch.stack([self.round(block, same)[0] for block in blocks], 1), {"fallback": f"nearest: {why}"}
+            why, blocks = "no tokens" if matrix is None else "not factored", weight.reshape(-1, self.width)
+            return self.round(blocks, None)[0].view(len(weight), -1), {"fallback": f"nearest: {why}"}
         factor, damping = damped
         found = ldlq(weight, factor, self.round)
         sweeps = descend(found, factor.matrix, self.width, self.round, self.sweeps)
-        return torch.stack(found.codes, 1), {"damping": damping, "sweeps": sweeps}
+        return found.codes.t(), {"damping": damping, "sweeps": sweeps}

@@ -1,20 +1,27 @@
 """LDLQ: round blocks of inputs from the last to the first, and let those still to come make good the error (QuIP, theorem 1; blocks
 of more than one input: QuIP#, section 4.1). Then improve block by block while the others stand still.
 
-Shape legend: N outputs, K inputs, b inputs of a block.
+What a step does to the inputs still to come is worked out at once within a panel of inputs, and for the others when their panel's
+turn comes, as GPTQ does: large products in place of many small ones.
+
+Shape legend: N outputs, K inputs, b inputs of a block, P inputs of a panel. What is worked on lies transposed, [K, N], so that a block
+is contiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 LADDER = (0.01, 0.05, 0.1, 0.5, 1.0)  # dampings that are tried in turn where a matrix cannot be factored
-# [N, b] and the metric [b, b] that says how much a step in each direction costs -> codes [N] and the values they stand for [N, b]
-Round = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+PANEL = 128  # inputs, about
+GAIN = 4e-3  # of the error; a sweep that gains less is the last
+# [N, b] and the metric [b, b] that says how much a step in each direction costs, None: all the same -> codes [N], and the values they
+# stand for, [N, b]
+Round = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,51 +35,93 @@ class Factor:
 
 @dataclass
 class Rounding:
-    """A weight [N, K] on its way. codes: of each block. values: what they stand for, [N, K]. error: weight - values."""
+    """A weight on its way. codes: of each block, [K / b, N] int64. values: what they stand for, [K, N]. error: weight - values, [K, N]."""
 
-    codes: list[Tensor]
+    codes: Tensor
     values: Tensor
     error: Tensor
 
+    def outputs(self, rows: Tensor) -> Rounding:
+        """A copy of some outputs."""
+        return Rounding(self.codes[:, rows], self.values[:, rows], self.error[:, rows])
+
+    def replace(self, rows: Tensor, part: Rounding) -> None:
+        self.codes[:, rows], self.values[:, rows], self.error[:, rows] = part.codes, part.values, part.error
+
 
 def ldlq(weight: Tensor, factor: Factor, round: Round) -> Rounding:
-    """Round with feedback."""
-    width = factor.middle.shape[-1]
-    found = Rounding([weight] * len(factor.middle), torch.zeros_like(weight), weight.clone())
-    for k in reversed(range(len(found.codes))):
-        block, later = slice(k * width, (k + 1) * width), slice((k + 1) * width, None)
-        target = weight[:, block] + found.error[:, later] @ factor.lower[later, block]
-        found.codes[k], found.values[:, block] = round(target, factor.middle[k])
-        found.error[:, block] = weight[:, block] - found.values[:, block]
+    """Round a weight [N, K] with feedback."""
+    blocks, width, _ = factor.middle.shape
+    turned, lower = weight.t().contiguous(), factor.lower
+    codes = torch.empty(blocks, len(weight), dtype=torch.int64, device=weight.device)
+    found = Rounding(codes, torch.zeros_like(turned), turned.clone())
+    for panel in panels(len(turned), width):
+        pull = lower[panel.stop :, panel].t() @ found.error[panel.stop :]  # [P, N]
+        for block, own in blocks_of(panel, width):
+            k = block.start // width
+            found.codes[k], values = round((turned[block] + pull[own]).t(), factor.middle[k])
+            found.values[block] = values.t()
+            found.error[block] -= found.values[block]
+            pull[: own.start].addmm_(lower[block, panel.start : block.start].t(), found.error[block])
     return found
 
 
 def descend(found: Rounding, hessian: Tensor, width: int, round: Round, sweeps: int) -> int:
     """Round each block anew to what is best while the others stand still, where that lowers the error; returns the sweeps made.
 
-    Ends before ``sweeps`` where one changes less than a thousandth of the blocks.
+    Outputs do not touch each other, so one that a sweep leaves as it was is left out of those that follow. Ends before ``sweeps``
+    where one gains too little.
     """
-    blocks = len(found.codes)
     inverse = torch.linalg.pinv(diagonal_blocks(hessian, width), hermitian=True)
+    left = float(((hessian @ found.error) * found.error).sum())
+    rows = torch.arange(found.error.shape[1], device=found.error.device)
     for done in range(sweeps):
-        changed = sum(_improve(found, k, hessian, inverse[k], round) for k in reversed(range(blocks)))
-        if changed < 1e-3 * blocks * len(found.error):
+        part = found.outputs(rows)
+        gains = _sweep(part, hessian, inverse, round)
+        found.replace(rows, part)
+        gain = float(gains.sum())
+        rows, left = rows[gains > 0], left - gain
+        if gain <= GAIN * left:
             return done + 1
     return sweeps
 
 
-def _improve(found: Rounding, k: int, hessian: Tensor, inverse: Tensor, round: Round) -> int:
-    """Round one block anew; returns how many outputs changed. A step d of a block changes the error by d H_kk d^T - 2 d (E H)_k."""
-    block = slice(k * len(inverse), (k + 1) * len(inverse))
-    slope = found.error @ hessian[:, block]
-    codes, values = round(found.values[:, block] + slope @ inverse, hessian[block, block])
-    step = values - found.values[:, block]
-    better = ((step @ hessian[block, block] - 2 * slope) * step).sum(-1) < 0
-    step *= better[:, None]
-    found.values[:, block] += step
-    found.error[:, block] -= step
-    found.codes[k] = torch.where(better, codes, found.codes[k])
-    return int(better.sum())
+def _sweep(part: Rounding, hessian: Tensor, inverse: Tensor, round: Round) -> Tensor:
+    """Round every block anew; returns by how much each output's error fell, [N]."""
+    width, gains = inverse.shape[-1], torch.zeros_like(part.error[0])
+    for panel in panels(len(part.error), width):
+        slope = hessian[panel] @ part.error  # [P, N]
+        for block, own in blocks_of(panel, width):
+            step, gain = _improve(part, block, slope[own], hessian[block, block], inverse[block.start // width], round)
+            slope[: own.start].addmm_(hessian[panel.start : block.start, block], step, alpha=-1)
+            gains += gain
+    return gains
+
+
+def _improve(part: Rounding, block: slice, slope: Tensor, metric: Tensor, inverse: Tensor, round: Round) -> tuple[Tensor, Tensor]:
+    """Round one block anew: the step made, [b, N], and its gain, [N]. A step d changes the error by d^T H_kk d - 2 d^T (H E)_k."""
+    old, k = part.values[block], block.start // len(inverse)
+    codes, values = round((old + inverse @ slope).t(), None)
+    step = values.t() - old
+    gain = ((2 * slope - metric @ step) * step).sum(0)
+    better = gain > 0
+    step = step * better
+    old += step
+    part.error[block] -= step
+    part.codes[k] = torch.where(better, codes, part.codes[k])
+    return step, gain * better
+
+
+def panels(inputs: int, width: int) -> Iterator[slice]:
+    """Runs of whole blocks, from the last to the first."""
+    size = max(1, PANEL // width) * width
+    return (slice(start, min(start + size, inputs)) for start in reversed(range(0, inputs, size)))
+
+
+def blocks_of(panel: slice, width: int) -> Iterator[tuple[slice, slice]]:
+    """The blocks of a panel, from the last to the first: among all inputs, and within the panel."""
+    starts = reversed(range(panel.start, panel.stop, width))
+    return ((slice(start, start + width), slice(start - panel.start, start - panel.start + width)) for start in starts)
 
 
 def factored(matrix: Tensor, width: int) -> Factor | None:

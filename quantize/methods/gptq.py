@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,16 +27,18 @@ LADDER = (0.01, 0.05, 0.1, 0.5, 1.0)  # dampings that are tried in turn where th
 class GPTQ(IntegerQuantizer):
     """Round input by input, correcting the inputs not yet rounded by the inverse Hessian of the calibration data.
 
-    damping: added to the Hessian's diagonal, as a share of its mean. act_order: inputs of large activations first, with scales fitted
-    before (so that groups stay runs of neighbours and nothing more is stored). static_groups: scales are fitted before without that
-    order too, not to the weights as they are corrected when the rounding arrives at a group. A matrix that cannot be factored is damped
-    more, up to 1.0, in float32 then float64; where all fail, or no token was seen, the module is rounded to nearest, and its row says so.
+    damping: added to the Hessian's diagonal, as a share of its mean. order: of the inputs. ``natural``: as they stand. ``activation``:
+    those of large activations first, with scales fitted before, for groups stay runs of neighbours, of which nothing more is stored.
+    ``groups``: whole groups, that with the largest activation first, and within each inputs of large activations first (GPTQModel's
+    act_group_aware). static_groups: scales are fitted before in every order, not to the weights as they are corrected when the rounding
+    arrives at a group. A matrix that cannot be factored is damped more, up to 1.0, in float32 then float64; where all fail, or no token
+    was seen, the module is rounded to nearest, and its row says so.
     """
 
     calibrated = True
 
     damping: float = 0.01
-    act_order: bool = False
+    order: Literal["natural", "activation", "groups"] = "natural"
     static_groups: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -45,30 +48,34 @@ class GPTQ(IntegerQuantizer):
     def quantize(self, weight: Tensor, hessian: Hessian | None) -> Quantized:
         if hessian is None or not hessian.tokens:
             return self._fallback(weight, "no tokens")
-        matrix = hessian.matrix
-        weight = weight.to(matrix.dtype)
-        dead = matrix.diagonal() == 0  # inputs that were always 0: their weights do not matter and must not widen the scales
-        matrix.diagonal()[dead] = 1
-        weight = weight.masked_fill(dead, 0)
+        weight, matrix = alive(weight, hessian)
         order = self._order(matrix.diagonal())
-        factor, facts = inverse_factor(matrix[order][:, order] if self.act_order else matrix, self.damping)
+        factor, facts = inverse_factor(matrix if order is None else matrix[order][:, order], self.damping)
         if factor is None:
             return self._fallback(weight, "not factored")
         codes, scale, zero = self._round(weight, factor, order)
         return Quantized(self.storage.encode(codes, scale, zero), facts)
 
-    def _order(self, sizes: Tensor) -> Tensor:
-        """The order in which inputs are rounded, [K]. sizes: mean squares of the inputs."""
-        return sizes.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(sizes), device=sizes.device)
+    def _order(self, sizes: Tensor) -> Tensor | None:
+        """The order in which inputs are rounded, [K], None as they stand. sizes: mean squares of the inputs."""
+        if self.order == "natural":
+            return None
+        if self.order == "activation":
+            return sizes.argsort(descending=True, stable=True)
+        grouped = sizes.view(self.storage.grid.groups(len(sizes)), -1)
+        within = grouped.argsort(descending=True, stable=True)
+        turns = grouped.amax(1).argsort(descending=True, stable=True)
+        return (within + torch.arange(len(grouped), device=sizes.device)[:, None] * grouped.shape[1])[turns].flatten()
 
     def _fallback(self, weight: Tensor, why: str) -> Quantized:
         plain = RTN(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_search=self.scale_search)
         return Quantized(plain.quantize(weight, None).tensors, {"fallback": f"rtn: {why}"})
 
-    def _round(self, weight: Tensor, factor: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _round(self, weight: Tensor, factor: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [N, K], scale and zero [N, G] for a weight [N, K] in its own order."""
-        groups, top = Groups(self, weight, order), self.storage.grid.top
-        left = weight.t()[order].contiguous() if self.act_order else weight.t().contiguous()
+        places = torch.arange(weight.shape[1], device=weight.device) if order is None else order
+        groups, top = Groups(self, weight, places), self.storage.grid.top
+        left = (weight.t() if order is None else weight.t()[order]).contiguous()
         for start, stop in blocks(len(left), None if groups.fixed else groups.size):
             error = torch.empty_like(left[start:stop])
             for first, last in groups.runs(start, stop):
@@ -76,20 +83,23 @@ class GPTQ(IntegerQuantizer):
                 count = last - first
                 error[first - start : last - start] = round_run(left[first:stop], factor[first:stop, first:stop], scale, zero, count, top)
             left[stop:].addmm_(factor[start:stop, stop:].t(), error, alpha=-1)
-        codes = torch.empty_like(left, dtype=torch.uint8).index_copy_(0, order, left.to(torch.uint8))
+        codes = torch.empty_like(left, dtype=torch.uint8).index_copy_(0, places, left.to(torch.uint8))
         return codes.t().contiguous(), *groups.stored()
 
 
 class Groups:
     """The grids of a weight's groups: fitted to the original weight, or each when the rounding arrives at it.
 
-    fixed: fitted before. size: inputs of a group.
+    places: of the inputs [K], in the order of the rounding. fixed: fitted before, as groups must be whose inputs are not rounded one
+    after the other. size: inputs of a group.
     """
 
-    def __init__(self, spec: GPTQ, weight: Tensor, order: Tensor):
-        self.spec, self.grid, self.order = spec, spec.storage.grid, order
+    def __init__(self, spec: GPTQ, weight: Tensor, places: Tensor):
+        self.spec, self.grid = spec, spec.storage.grid
         self.size = self.grid.group_size or weight.shape[1]
-        self.fixed = spec.act_order or spec.static_groups or self.grid.group_size is None
+        self.fixed = spec.order == "activation" or spec.static_groups or self.grid.group_size is None
+        self.group = places // self.size
+        self.turns = self.group[:: self.size].tolist()  # where groups are whole
         self.scale = weight.new_empty(self.grid.groups(weight.shape[1]), len(weight))  # [G, N], values of the stored dtype
         self.zero = torch.empty_like(self.scale)
         if self.fixed:
@@ -104,9 +114,9 @@ class Groups:
     def at(self, first: int, last: int, left: Tensor) -> tuple[Tensor, Tensor]:
         """Scales and zeros of a run of inputs, [1, N] where they share one. left [.., N]: the weights from there on, corrected so far."""
         if self.fixed:
-            group = self.order[first:last] // self.size
+            group = self.group[first:last]
             return (self.scale[group], self.zero[group]) if len(self.scale) > 1 else (self.scale, self.zero)
-        group = first // self.size
+        group = self.turns[first // self.size]
         if first % self.size == 0:
             self._fit(slice(group, group + 1), left[: self.size].t())
         return self.scale[group : group + 1], self.zero[group : group + 1]
@@ -118,6 +128,17 @@ class Groups:
     def _fit(self, groups: slice, weight: Tensor) -> None:
         scale, zero = self.spec.fit(weight, self.grid)
         self.scale[groups], self.zero[groups] = scale.t(), zero.t()
+
+
+def alive(weight: Tensor, hessian: Hessian) -> tuple[Tensor, Tensor]:
+    """The weight [N, K] in the Hessian's dtype, and the Hessian [K, K], positive where an input was always 0.
+
+    Weights of such inputs become 0: they do not matter, and must not widen the scales.
+    """
+    matrix = hessian.matrix
+    dead = matrix.diagonal() == 0
+    matrix.diagonal()[dead] = 1
+    return weight.to(matrix.dtype).masked_fill(dead, 0), matrix
 
 
 def blocks(inputs: int, group: int | None) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zoo.components.linear.mid_rise import MidRise
@@ -28,10 +29,10 @@ class QuIP(Incoherent):
     def spread(self) -> float:
         return 1 / mid_rise.STEPS[self.bits]
 
-    def round(self, x: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    def round(self, x: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
         del metric  # one input has but one direction
         codes = mid_rise.encode(x, self.bits)
-        return codes[:, 0], mid_rise.decode(codes, self.bits, x.dtype)
+        return codes[:, 0].long(), mid_rise.decode(codes, self.bits, x.dtype)
 
     def pack(self, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        return self.inner.encode(codes, scale)
+        return self.inner.encode(codes.to(torch.uint8), scale)

@@ -19,8 +19,7 @@ from zoo.quantize.methods._incoherent import Incoherent
 class QuIPSharp(Incoherent):
     """Rotate by signs and Hadamard matrices, then round eight inputs at a time with feedback to points of the E8 lattice (block LDLQ).
 
-    What is near is measured by the Hessian's own block, which the paper's code leaves out. A sweep compares every eight weights with
-    4,096 points: about three seconds for a million weights on one core.
+    What is near is measured by the factor's own block at first, which the paper's code leaves out, and by length in the sweeps.
     """
 
     width: ClassVar[int] = e8.WIDTH
@@ -35,7 +34,7 @@ class QuIPSharp(Incoherent):
     def spread(self) -> float:
         return e8.STAGES[self.bits].scale
 
-    def round(self, x: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    def round(self, x: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
         codes = e8.encode(x, self.bits, metric)
         return codes, e8.decode(codes, self.bits, x.dtype)
 

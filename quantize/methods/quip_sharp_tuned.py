@@ -16,7 +16,11 @@ from zoo.quantize.methods.quip_sharp import QuIPSharp
 @part(Quantizer, "quip_sharp_tuned", source="Tseng et al. 2024, arXiv:2402.04396, section 5")
 @dataclass(frozen=True, kw_only=True)
 class TunedQuIPSharp(QuIPSharp, Tuned):
-    """QuIP#, then a factor for each input and output in place of the signs, tuned for the error of a whole layer."""
+    """QuIP#, then a factor for each input and output in place of the signs, tuned for the error of a whole layer.
+
+    The weights of the norms before rotated modules, which the paper tunes too, are among what the factors of inputs can say. Its second
+    stage, the whole model with its last norm and head against the original's predictions, is left out.
+    """
 
     def tunable(self, result: Quantized, outputs: int, inputs: int) -> Tunable:
         module = self.storage.build(inputs, outputs, False).to(result.tensors["input_signs"].device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,16 @@ class ChannelSizes:
         self.tokens += len(size)
         self.largest = torch.maximum(self.largest, size.amax(0))
         self.mean += (size.mean(0) - self.mean) * (len(size) / self.tokens)
+
+    @property
+    def width(self) -> int:
+        """Channels."""
+        return len(self.largest)
+
+    def pooled(self, tokens: int, total: Callable[[Tensor], Tensor], most: Callable[[Tensor], Tensor]) -> ChannelSizes:
+        """Those of several processes' tokens, ``tokens`` in all. total, most: sum a tensor, or take its maximum, over them in place."""
+        result = ChannelSizes(0, self.largest.device)
+        result.tokens = tokens
+        result.largest = most(self.largest.clone())
+        result.mean = total(self.mean * (self.tokens / max(tokens, 1)))
+        return result

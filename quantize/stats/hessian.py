@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,19 @@ class Hessian:
                 part.mul_(old).add_(torch.mm(x[:, rows].t(), x[:, start:], out_dtype=torch.float32), alpha=new)
             else:
                 part.addmm_(x[:, rows].t(), x[:, start:], beta=old, alpha=new)
+
+    @property
+    def width(self) -> int:
+        """Inputs."""
+        return len(self._upper)
+
+    def pooled(self, tokens: int, total: Callable[[Tensor], Tensor], most: Callable[[Tensor], Tensor]) -> Hessian:
+        """That of several processes' tokens, ``tokens`` in all. total, most: sum a tensor, or take its maximum, over them in place."""
+        result = Hessian(0, self._upper.dtype, self._upper.device)
+        result.tokens = tokens
+        result._upper = total(self._upper * (self.tokens / max(tokens, 1)))
+        result.largest = most(self.largest.clone())
+        return result
 
     @property
     def matrix(self) -> Tensor:

@@ -39,6 +39,14 @@ def test_stored_vectors_are_as_near_as_their_format_allows(codec: Codec) -> None
         assert (error <= (spread / (2**codec.bits - 1) / 2) * 1.01 + largest * 2e-3 + 1e-4).all()
 
 
+@pytest.mark.parametrize("kind", [Int8, Float8])
+def test_a_scale_that_is_known_before_takes_no_room_and_saturates(kind: type[Int8 | Float8]) -> None:
+    codec, x = kind(0.5), torch.tensor([[0.5, -1.0, 0.0, 1e6, -1e6]])
+    top = kind.top * 0.5
+    assert codec.layout((5,), torch.float32) == {"code": ((5,), kind.kept)}
+    assert codec.decode(codec.encode(x), 5, torch.float32).tolist() == [[0.5, -1.0, 0.0, top, -top]]
+
+
 def test_spread_codes_are_kivi_s_formula() -> None:
     """Liu et al. 2024, section 3.1: z = min X, s = (max X - min X) / (2^B - 1), Q(X) = round((X - z) / s)."""
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))

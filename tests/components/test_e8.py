@@ -42,6 +42,13 @@ def test_the_table_is_the_plain_decoding_in_every_dtype() -> None:
     assert torch.equal(e8.decode(WORDS.to(torch.int32), 2), exact.float())
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_octets_are_the_points_times_four(bits: Any) -> None:
+    codes = torch.arange(1 << bits).view(2, -1)
+    points = e8.e8_points(CPU) if bits == 8 else e8.e8p(torch.arange(1 << 16))
+    assert torch.equal(e8.quadrupled(codes, e8.octets(bits, CPU)) / 4, points.view(2, -1))
+
+
 def test_e8_has_the_shortest_points() -> None:
     points = e8.e8_points(CPU)
     norms = points.square().sum(-1)

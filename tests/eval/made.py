@@ -13,6 +13,7 @@ from tests.zoo.oracle import llama_checkpoint
 from zoo.eval.held_out import Perplexity, Protocol
 from zoo.eval.results import Results, Variant
 from zoo.model import Model
+from zoo.quantize.report import Row
 
 DOCUMENTS = 200
 WINDOWS = 12
@@ -73,12 +74,16 @@ def make_variant(name: str, bits: float, nll: float, noise: float, accuracy: flo
     return Variant(name=name, **(figures | more))
 
 
+def made_row(module: str, error: float | None, **facts: Any) -> dict[str, Any]:
+    """A quantizer's row as a results file has it; without an output error where ``error`` is None."""
+    tokens = None if error is None else 8192
+    row = Row(module, "gptq", {"bits": 4, "group_size": 64}, 4096, 4.25, 0.09, tokens, error, 0.25, facts or {"damping": 0.01})
+    return asdict(row)
+
+
 def make_results() -> Results:
     """A baseline, quantized variants, one that failed and one that was only half measured."""
-    modules = [
-        {"module": f"layers.{i}.mlp.down", "error": 0.011 * (i + 1), "bits": 4.25, "bytes": 1_000_000 + i, "fallback": None}
-        for i in range(3)
-    ]
+    modules = [made_row(f"layers.{i}.mlp.down", 0.011 * (i + 1)) for i in range(3)]
     diff = [("layers.0:30.mlp.down", "dense", "int4")]
     made = [
         make_variant("fp32", 32.0, 3.00, 0.0, 0.52, 9.5),

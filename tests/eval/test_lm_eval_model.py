@@ -14,7 +14,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
 from tests.eval.made import Pair
-from zoo.eval import scoring
+from tests.eval.test_special_tokens import VOCABULARY, WRAPPED, speaking
+from zoo.eval import evaluate, scoring
 from zoo.eval.lm_eval_model import ZooLM
 from zoo.eval.tasks import task_manager
 
@@ -98,6 +99,44 @@ def test_accuracies_equal_hf(pair: Pair) -> None:
 @pytest.mark.slow
 def test_accuracies_on_published_tasks_equal_hf(pair: Pair, shared_data: Path) -> None:
     check_tasks(pair, ["zoo_lambada", "zoo_arc_easy"], 50, shared_data / "eval")
+
+
+# ---- tokenizers that end every text with a token ------------------------------------------------------------------------------
+
+WORDS = "the cat sat on a mat and the cat ran on and on"
+
+
+@pytest.mark.parametrize("kind", ["after", "both"])
+def test_an_ending_is_in_no_request(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each answer is that of the same model with a tokenizer that puts no ending there."""
+    with caplog.at_level(logging.WARNING):
+        ended = ZooLM(speaking(WRAPPED[kind]))
+    plain = ZooLM(speaking(WRAPPED["before" if kind == "both" else "none"]))
+    assert [r.message for r in caplog.records] == ended.notes
+    assert ended.notes[0].startswith("The tokenizer ends every text with </s>; it is left out")
+    assert not plain.notes
+    for kind_of_request, asked in {
+        "loglikelihood": [("the cat", " sat"), ("the cat sat on", " a mat"), ("", "the cat"), ("a mat ", "and")],
+        "loglikelihood_rolling": [(WORDS,), ("the cat",)],
+        "generate_until": [("the cat sat", {"until": ["mat"], "max_gen_toks": 3}), ("on", {"max_gen_toks": 4})],
+    }.items():
+        got, want = (getattr(m, kind_of_request)(requests(kind_of_request, asked), disable_tqdm=True) for m in (ended, plain))
+        assert got == want
+
+
+def test_the_scored_tokens_are_the_continuations(caplog: pytest.LogCaptureFixture) -> None:
+    model = ZooLM(speaking(WRAPPED["both"]))
+    context, continuation = model._encode_pair("the cat", " sat on")
+    assert context == [0, *(VOCABULARY[word] for word in ("the", "cat"))]
+    assert continuation == [VOCABULARY[word] for word in ("sat", "on")]
+    assert model.tok_encode("the </s>") == [0, VOCABULARY["the"], VOCABULARY["</s>"]]  # what a text itself says is kept
+
+
+def test_results_note_a_missing_ending(tmp_path: Path) -> None:
+    ended, plain = (evaluate(speaking(WRAPPED[kind]), "zoo_last_word", limit=1) for kind in ("after", "none"))
+    assert ended.settings["notes"][0].startswith("The tokenizer ends every text with </s>")
+    assert "notes" not in plain.settings
+    assert ended.tasks["zoo_last_word"].metrics == plain.tasks["zoo_last_word"].metrics
 
 
 # ---- batches and shared contexts ----------------------------------------------------------------------------------------------

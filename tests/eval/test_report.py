@@ -19,9 +19,14 @@ from zoo.eval import write_report
 from zoo.eval.changes import perplexity_change, speed_change, task_change
 from zoo.eval.labels import overlap, place
 from zoo.eval.pareto import Axis, Panel, Point, front, panels, pareto_chart
+from zoo.eval.quantization import Quantized, pictures
 from zoo.eval.report import print_table, render
 from zoo.eval.results import Results, Variant
 from zoo.eval.summary import NOT_MEASURED, Cell, number, size, summarize
+
+
+def quantized_in(results: Results) -> dict[str, Quantized]:
+    return pictures({v.name: v.modules for v in results.variants})
 
 
 def cell(results: Results, title: str, name: str) -> Cell:
@@ -103,7 +108,7 @@ def test_columns_that_nobody_measured_are_listed(results: Results) -> None:
         v.disk_bytes = None
     summary = summarize(results)
     assert summary.absent == ["On disk"]
-    assert "Not measured for any variant: On disk." in render(results, None)
+    assert "Not measured for any variant: On disk." in render(results, None, quantized_in(results))
 
 
 @pytest.mark.parametrize("width", [60, 100, 250])
@@ -144,24 +149,25 @@ class Page(HTMLParser):
 
 def test_the_page_is_whole_and_needs_nothing_else(results: Results, tmp_path: Path) -> None:
     written = write_report(results, tmp_path / "out")
-    assert [p.name for p in written] == ["report.html", "pareto.png"]
+    pictures = [f"heat_maps/{name}.png" for name in ("gptq-int4-g64", "rtn-int4-g64")]
+    assert [p.relative_to(tmp_path / "out").as_posix() for p in written] == ["report.html", "pareto.png", *pictures]
     text = written[0].read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
-    assert [link[:22] for link in page.links] == ["data:image/png;base64,"]
+    assert [link[:22] for link in page.links] == ["data:image/png;base64,"] * 3
     assert "http" not in text
     assert "@import" not in text
 
 
 def test_texts_are_escaped(results: Results) -> None:
-    text = render(results, None)
+    text = render(results, None, quantized_in(results))
     assert "GPTQ on a &lt;small&gt; model" in text
     assert "A &lt;b&gt;processor&lt;/b&gt;" in text
 
 
 def test_the_page_holds_every_detail(results: Results) -> None:
-    text = render(results, None)
-    for part in ("layers.0:30.mlp.down", "layers.2.mlp.down", "0.03300", "sha256", "cpu.logical_cores", "VmHWM", "device: cpu",
+    text = render(results, None, quantized_in(results))
+    for part in ("layers.0:30.mlp.down", "layers.2.mlp.down", "0.0330", "sha256", "cpu.logical_cores", "VmHWM", "device: cpu",
                  "a group of 48 does not divide 576", "28,311,552", "31.50"):  # fmt: skip
         assert part in text, part
 

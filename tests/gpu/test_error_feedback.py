@@ -34,7 +34,17 @@ def test_one_run(rows: int, count: int, outputs: int, shared: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"group_size": 128}, {"group_size": 256}, {"group_size": None}, {"act_order": True}, {"symmetric": False}], ids=str
+    "settings",
+    [
+        {},
+        {"group_size": 128},
+        {"group_size": 256},
+        {"group_size": None},
+        {"order": "activation"},
+        {"order": "groups"},
+        {"symmetric": False},
+    ],
+    ids=str,
 )
 def test_a_whole_weight(settings: dict) -> None:
     x = torch.randn(2000, 512) * torch.rand(512)

@@ -9,7 +9,7 @@ import pytest
 
 LINKS = Path(__file__).parents[2] / ".types"
 MODEL = 1  # every module of zoo/ that LAYERS does not name
-LAYERS = {"components": 0, "quantize": 2, "eval": 3, "recipes": 4, "": 5, "__main__": 5, "cli": 5, "hub_cli": 5}
+LAYERS = {"components": 0, "quantize": 2, "eval": 3, "recipes": 4, "": 5, "__main__": 5, "cli": 5, "commands": 5}
 SHARED = {"contracts", "cost", "numerics", "ops", "registry", "spec"}  # what a family may import
 
 

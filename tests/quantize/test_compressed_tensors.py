@@ -132,8 +132,8 @@ def test_schemes_that_cannot_be_held(change: dict[str, Any], named: str) -> None
 
 
 def test_other_things_that_cannot_be_held() -> None:
-    with pytest.raises(ValueError, match="kv_cache_scheme"):
-        FORMAT.storage(scheme() | {"kv_cache_scheme": {"num_bits": 8}}, NAME, {})
+    with pytest.raises(ValueError, match="transform_config is not supported"):
+        FORMAT.storage(scheme() | {"transform_config": {"config_groups": {}}}, NAME, {})
     with pytest.raises(ValueError, match="format: 'marlin-24' is not supported; supported: pack-quantized, "):
         FORMAT.storage(scheme() | {"format": "marlin-24"}, NAME, {})
     with pytest.raises(ValueError, match=r"weights\.type: 'int' is not supported; supported: float; .*weights\.num_bits: 4"):

@@ -39,7 +39,7 @@ def test_all_linear_modules_but_the_head(spec: ModelSpec) -> None:
         (["layers.1.*={bits: 8}", "*.mlp.down={bits: 3}"], GPTQ(bits=3, group_size=32)),
         (["*.mlp.down={name: rtn}"], RTN(bits=4, group_size=32)),
         (["*.mlp.down={name: rtn, bits: 2}"], RTN(bits=2, group_size=32)),
-        (["*.mlp.down={act_order: true}", "*.down={name: rtn}", "*.down={name: gptq}"], GPTQ(bits=4, group_size=32)),
+        (["*.mlp.down={order: activation}", "*.down={name: rtn}", "*.down={name: gptq}"], GPTQ(bits=4, group_size=32)),
         (["*.mlp.down=keep"], None),
         (["*.mlp.down=keep", "layers.1.mlp.*={bits: 8}"], GPTQ(bits=8, group_size=32)),
         ([" layers.1.mlp.down = keep "], None),

@@ -21,6 +21,8 @@ from zoo.loading import NotEnoughMemory
 from zoo.model import Model
 from zoo.quantize import Report, estimate, modules, quantize, resume, runner
 from zoo.quantize.capture import every_expert, second_moments
+from zoo.quantize.contracts import Quantizer
+from zoo.quantize.distributed import Processes
 from zoo.quantize.methods.auto_round import AutoRound
 from zoo.quantize.methods.rtn import RTN
 
@@ -152,6 +154,32 @@ def test_the_estimate_adds_up() -> None:
     assert estimate.estimate(model, chosen, None, (), None).hessians == 0
     assert found.stage == 3 * 4 * 64 * 96
     assert estimate.estimate(model, dict.fromkeys(chosen, AutoRound()), (6, 24), (), None).stage == 6 * 4 * 3 * 64 * 96
+
+
+@pytest.mark.parametrize(
+    ("method", "kept", "held"), [(RTN(group_size=32), False, 3), (RTN(group_size=32), True, 9), (AutoRound(), False, 18)]
+)
+def test_the_estimate_is_of_the_first_of_several_processes(method: Quantizer, kept: bool, held: int) -> None:
+    """It runs three of six windows, and gathers all where it writes them or tunes a layer for them."""
+    model, several = small(), Processes()
+    several.size, several.here = 2, 2
+    chosen = {f"layers.0.mlp.{name}": method for name in ("gate", "up", "down")}
+    found = estimate.estimate(model, chosen, (6, 24), (), None, several, kept)
+    assert found.activations == held * 24 * 64 * 4
+    assert found.hessians == 4 * (64**2 + 96**2)
+    assert "of memory in each of 2 processes (hessians" in str(found)
+
+
+def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, several = small(), Processes()
+    chosen = {"layers.0.mlp.up": RTN(group_size=32)}
+    alone = estimate.estimate(model, chosen, (6, 24), (), None, several)
+    parts = (alone.hessians, alone.factor, alone.stage, alone.finished, alone.run, alone.activations)
+    monkeypatch.setattr(estimate, "available_bytes", lambda _: int(1.5 * sum(parts)))
+    alone.check()
+    several.here = 2
+    with pytest.raises(NotEnoughMemory):
+        estimate.estimate(model, chosen, (6, 24), (), None, several).check()
 
 
 def test_too_little_memory_is_said_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

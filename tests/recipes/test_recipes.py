@@ -202,24 +202,27 @@ def test_a_damaged_variant_is_run_again(tmp_path: Path) -> None:
 def test_parts_are_swapped_and_read_through_their_caches(model: Path, tmp_path: Path) -> None:
     """Conversions are made, saved and read back; each context has its perplexity and the bytes of its cache."""
     variants = [{"label": "baseline"}, {"label": "kivi", "override": ["cache={name: kivi, bits: 2, group: 4, residual: 8}"]},
-                {"label": "mla", "convert": ["mha", {"name": "mla", "rank": 8}]}, {"label": "mha", "convert": ["mha"]}]  # fmt: skip
+                {"label": "mla", "convert": ["mha", {"name": "mla", "rank": 8}]}, {"label": "mha", "convert": ["mha"]},
+                {"label": "fp8", "calibrated_cache": "fp8"}]  # fmt: skip
     measure = {"perplexity": {"context": [32, 64], "prompt": 8, "limit": 2}}
-    recipe = read_recipe(write(tmp_path, model=str(model), variants=variants, measure=measure))
-    assert len({runner.key(recipe, i) for i in range(4)}) == 4
+    calibration = {"samples": 2, "length": 32}
+    recipe = read_recipe(write(tmp_path, model=str(model), variants=variants, measure=measure, calibration=calibration))
+    assert len({runner.key(recipe, i) for i in range(5)}) == 5
     done = {}
     for i, variant in enumerate(recipe.variants):
         order = runner.Order(recipe, i, tmp_path, tmp_path / f"{variant.label}.json", "make")
-        assert order.needed == bool(variant.convert)
+        assert order.needed == bool(variant.convert or variant.calibrated_cache)
         if order.needed:
             worker.make(order)
         done[variant.label] = worker.measure(order)
-    base, kivi, mla, mha = (done[name] for name in ("baseline", "kivi", "mla", "mha"))
+    base, kivi, mla, mha, fp8 = (done[name] for name in ("baseline", "kivi", "mla", "mha", "fp8"))
     assert base.perplexities.keys() == {"64"}
     assert base.cache_bytes.keys() == {"32", "64"}
     assert mha.perplexity == pytest.approx(base.perplexity, rel=1e-4)
     assert mha.perplexities["64"] == pytest.approx(base.perplexities["64"], rel=1e-4)
     assert mha.cache_bytes_per_token == 2 * (base.cache_bytes_per_token or 0)
-    for lossy in (kivi, mla):
+    assert fp8.cache_bytes_per_token == (base.cache_bytes_per_token or 0) // 4
+    for lossy in (kivi, mla, fp8):
         for kind in ("perplexity", "perplexity at 64"):
             assert abs(perplexity_change(lossy, base, kind).value) > 1e-5
     how = kivi.measured["perplexity at 64"]["protocol"]["reading"]

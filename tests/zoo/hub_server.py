@@ -30,7 +30,8 @@ class Hub:
     """repositories by name. requests: (method, path) of each. breaks: after how many bytes the answer for a file ends, once each.
     altered: files that arrive with another first byte than the hub has on record. moves: what the next commit, made while a file is
     fetched, changes. uploads: bytes of each LFS object that was sent.
-    refuse_uploads: how many of the next ones fail. tokens: Authorization headers seen.
+    refuse_uploads: how many of the next ones fail. tokens: Authorization headers seen. silent: pattern of the requests, as
+    "GET /api/...", that get no answer until the hub is closed.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -41,6 +42,8 @@ class Hub:
     uploads: dict[str, bytes] = field(default_factory=dict)
     refuse_uploads: int = 0
     tokens: set[str] = field(default_factory=set)
+    silent: str = r"(?!)"
+    closed: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
     def add(self, name: str, files: dict[str, bytes]) -> None:
@@ -81,6 +84,10 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
         self.hub.tokens.add(self.headers.get("Authorization", ""))
+        if re.match(self.hub.silent, f"{self.command} {path}"):
+            self.hub.closed.wait()
+            self.close_connection = True
+            return None
         for method, pattern, handle in ROUTES:
             found = re.fullmatch(pattern, path)
             if method == self.command and found:
@@ -258,5 +265,6 @@ def serving() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closed.set()
         server.shutdown()
         server.server_close()

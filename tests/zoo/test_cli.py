@@ -128,7 +128,8 @@ def test_convert_refuses_before_any_work(zoo_command, model: str, tmp_path: Path
 
 
 def test_eval_and_bench(zoo_command, model: str, tmp_path: Path) -> None:
-    status, _, err = zoo_command("eval", model, "--context", "16", "--json", str(tmp_path / "r.json"))
+    (tmp_path / "text.txt").write_text("a line of text to score\n" * 60)
+    status, _, err = zoo_command("eval", model, "--context", "16", "--text", str(tmp_path / "text.txt"), "--json", str(tmp_path / "r.json"))
     assert status == 0, err
     assert json.loads((tmp_path / "r.json").read_text())["variants"][0]["perplexity"] > 1
     status, _, err = zoo_command("bench", model, "--prompt-tokens", "8", "--new-tokens", "2", "--repeats", "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def test_cached_models_load_offline(tmp_path: Path) -> None:
 
 def test_what_is_not_there_says_so(tmp_path: Path) -> None:
     found = run("import zoo; zoo.load('org/absent')", tmp_path)
-    assert "HubError: org/absent: the hub cannot be reached and the files are not in the local cache" in found.stderr
+    assert "HubError: org/absent: the hub library is switched offline (HF_HUB_OFFLINE)" in found.stderr
+    assert "the files are not in the local cache" in found.stderr
 
 
 # ---- against a stand-in on loopback ------------------------------------------------------------------------------------------
@@ -62,10 +64,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
 
 
-def zoo_command(hub: Hub, cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, for the client reads its settings when it is imported."""
+def zoo_command(hub: Hub, cache: Path, *words: str, seconds: int = 10) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, for the client reads its settings when it is imported. seconds: for an answer."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": SECRET, "NO_COLOR": "1"}
+    env |= {"HF_HUB_ETAG_TIMEOUT": str(seconds), "HF_HUB_DOWNLOAD_TIMEOUT": str(seconds)}
     return subprocess.run([sys.executable, "-m", "zoo", *words], capture_output=True, text=True, env=env, check=False, timeout=120)
 
 
@@ -234,3 +237,49 @@ def test_push_wants_a_checkpoint(hub: Hub, tmp_path: Path) -> None:
     found = zoo_command(hub, tmp_path / "home", "push", str(tmp_path), "me/tiny")
     assert found.returncode == 2
     assert "is not a saved checkpoint" in found.stderr
+
+
+# ---- a hub that takes the connection and is silent ----------------------------------------------------------------------------
+
+SILENT = {"all": ".*", "the list of files": "GET .*/tree/", "the commit": "GET .*/revision/"}
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow if what != "all" else ()) for what in SILENT])
+def test_a_silent_hub_is_one_error_in_time(hub: Hub, checkpoint: Path, tmp_path: Path, what: str) -> None:
+    hub.add("org/tiny", files_of(checkpoint))
+    hub.silent = SILENT[what]
+    began = time.monotonic()
+    found = zoo_command(hub, tmp_path / "home", "show", "org/tiny", seconds=1)
+    assert time.monotonic() - began < 90  # the library tries six times for the list of files
+    assert found.returncode == 2, found.stderr
+    assert f"error: org/tiny: the hub at {hub.url} cannot be reached or does not answer (HF_HUB_ETAG_TIMEOUT=1 s" in found.stderr
+    assert "give a local folder" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_silent_about_a_file_is_given_up(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add("org/tiny", files_of(checkpoint))
+    hub.silent = r"GET .*/resolve/.*/model\.safetensors"
+    found = zoo_command(hub, tmp_path / "home", "pull", "org/tiny", seconds=1)
+    assert found.returncode == 2, found.stderr
+    assert "does not answer" in found.stderr
+    assert "HF_HUB_OFFLINE=1" in found.stderr
+    hub.silent = "(?!)"
+    assert zoo_command(hub, tmp_path / "home", "pull", "org/tiny").returncode == 0
+
+
+@pytest.mark.slow
+def test_what_is_in_the_cache_loads_although_the_hub_is_silent(hub: Hub, tmp_path: Path) -> None:
+    cached(tmp_path / "home/hub", "org/name")
+    hub.silent = ".*"
+    found = zoo_command(hub, tmp_path / "home", "show", "org/name", seconds=1)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.slow
+def test_a_push_to_a_silent_hub_ends(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.silent = "GET "
+    found = zoo_command(hub, tmp_path / "home", "push", str(checkpoint), "me/tiny", seconds=1)
+    assert found.returncode == 2, found.stderr
+    assert "does not answer" in found.stderr

@@ -162,9 +162,9 @@ def stacked(experts: str) -> list[Rule]:
     ]
 
 
-def expert_rule(theirs: str, ours: tuple[str, ...], op: Op) -> Rule:
-    """The rule of one tensor that holds these of all experts."""
-    return Rule((theirs,), tuple(f"layers.{{l}}.mlp.experts.{{e}}.{name}" for name in ours), op)
+def expert_rule(theirs: str, ours: tuple[str, ...], op: Op, rows: Op | None = None) -> Rule:
+    """The rule of one tensor that holds these of all experts. rows: the change where they are packed."""
+    return Rule((theirs,), tuple(f"layers.{{l}}.mlp.experts.{{e}}.{name}" for name in ours), op, rows=rows)
 
 
 def mixers_of(rules: list[Rule], layers: Iterable[int]) -> list[Rule]:

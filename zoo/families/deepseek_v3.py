@@ -76,7 +76,6 @@ class DeepseekV3(DeepSeek):
                                   f"num_hidden_layers is {len(spec.layers)}; correct it")  # fmt: skip
         return super().rules_for(spec, names)
 
-    def ignores(self, name: str, spec: ModelSpec) -> bool:
+    def leaves_out(self, name: str, spec: ModelSpec) -> bool:
         layer = LAYER.match(name)
-        beyond = layer is not None and int(layer[1]) >= len(spec.layers)
-        return beyond or super().ignores(name, spec)
+        return layer is not None and int(layer[1]) >= len(spec.layers)

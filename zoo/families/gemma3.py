@@ -20,7 +20,7 @@ class Gemma3(Gemma3Text):
     architecture = "Gemma3ForConditionalGeneration"
     prefix = "language_model.model."
     out = "language_model.lm_head"
-    ignored = r"(vision_tower|multi_modal_projector)\..*"
+    left_out = r"(vision_tower|multi_modal_projector)\..*"
 
     def read(self, config: Config) -> ModelSpec:
         tied = config.get("tie_word_embeddings", True)

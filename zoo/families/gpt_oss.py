@@ -25,7 +25,8 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 class GptOss(Sliding, Mixture):
     """Every other layer sees a window, all have attention sinks and clamped experts with biases.
 
-    An expert's gate and up-projection are the even and the odd columns of one tensor, and the experts of a layer are stacked.
+    An expert's gate and up-projection are the even and the odd columns of one tensor, and the experts of a layer are stacked. Published
+    files have these in MXFP4, where they are rows: see the format ``mxfp4``.
     """
 
     architecture = "GptOssForCausalLM"
@@ -54,11 +55,13 @@ class GptOss(Sliding, Mixture):
         return {self.expert_key: expert.hidden, "swiglu_alpha": expert.alpha, "swiglu_limit": expert.limit}
 
     def layer_rules(self, spec: ModelSpec) -> list[Rule]:
-        experts, both = f"{self.layer_prefix}mlp.experts", across(interleaved(), 2)
+        experts = f"{self.layer_prefix}mlp.experts"
+        pairs, single = then(unstacked(), across(interleaved(), 2)), unstacked()
         return [
             *super().layer_rules(spec),
-            expert_rule(f"{experts}.gate_up_proj", ("gate.weight", "up.weight"), then(unstacked(), transposed(), both)),
-            expert_rule(f"{experts}.gate_up_proj_bias", ("gate.bias", "up.bias"), then(unstacked(), both)),
-            expert_rule(f"{experts}.down_proj", ("down.weight",), then(unstacked(), transposed())),
-            expert_rule(f"{experts}.down_proj_bias", ("down.bias",), unstacked()),
-        ]
+            expert_rule(f"{experts}.gate_up_proj", ("gate.weight", "up.weight"),
+                        then(unstacked(), transposed(), across(interleaved(), 2)), rows=pairs),
+            expert_rule(f"{experts}.gate_up_proj_bias", ("gate.bias", "up.bias"), pairs),
+            expert_rule(f"{experts}.down_proj", ("down.weight",), then(unstacked(), transposed()), rows=single),
+            expert_rule(f"{experts}.down_proj_bias", ("down.bias",), single),
+        ]  # fmt: skip

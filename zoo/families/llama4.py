@@ -19,7 +19,7 @@ class Llama4(Llama4Text):
     architecture = "Llama4ForConditionalGeneration"
     prefix = "language_model.model."
     out = "language_model.lm_head"
-    ignored = r"(vision_model|multi_modal_projector)\..*"
+    left_out = r"(vision_model|multi_modal_projector)\..*"
 
     def read(self, config: Config) -> ModelSpec:
         return Llama4Text().read({"tie_word_embeddings": config.get("tie_word_embeddings", False), **config["text_config"]})

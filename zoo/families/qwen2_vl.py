@@ -24,7 +24,7 @@ class Qwen2VL(Qwen2):
     defaults = {**Qwen2.defaults, "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
                 "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
                 "max_window_layers": 80}  # fmt: skip
-    ignored = r"visual\..*"
+    left_out = r"visual\..*"
 
     def settled(self, config: Config) -> Config:
         tied = config.get("tie_word_embeddings", False)  # published files have all fields at the top, newer ones in text_config

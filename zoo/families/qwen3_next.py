@@ -26,10 +26,13 @@ OURS = "layers.{l}.mixer.projection"
 @part(Family, "qwen3_next", source="Qwen Team 2025, qwen.ai/blog (Qwen3-Next); transformers Qwen3NextForCausalLM")
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Next(SharedExpert):
-    """Three layers of gated DeltaNet for each of attention, whose output is gated; norms of weights about 0; many experts, one shared."""
+    """Three layers of gated DeltaNet for each of attention, whose output is gated; norms of weights about 0; many experts, one shared.
+
+    The modules below ``mtp`` predict more tokens ahead; they are no part of the model.
+    """
 
     architecture = "Qwen3NextForCausalLM"
-    ignored = r"mtp\..*"
+    left_out = r"mtp\..*"
     biases = {"qkv": "attention_bias", "out": "attention_bias", "mlp": False}
     defaults = {"num_key_value_heads": 2, "norm_topk_prob": True, "head_dim": 256, "partial_rotary_factor": 0.25,
                 "max_position_embeddings": 32768,

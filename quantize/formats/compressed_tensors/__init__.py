@@ -21,7 +21,7 @@ from zoo.quantize.formats.compressed_tensors._pack_quantized import PackQuantize
 from zoo.quantize.formats.compressed_tensors._scheme import Scheme
 
 PLACE = "quantization_config"
-UNSUPPORTED = ("kv_cache_scheme", "transform_config", "sparsity_config")
+UNSUPPORTED = ("transform_config", "sparsity_config")
 MIXED = "mixed-precision"  # each group names its own format
 # the first that holds a storage is written
 SCHEMES: tuple[Scheme, ...] = (PackQuantized(), IntQuantized(), MXFP4(), MXFP6(), MXFP8(), NVFP4(), FloatQuantized())

@@ -1,1 +1,0 @@
-../../zoo/hub_cli.py

@@ -1,0 +1,1 @@
+../../zoo/kv_scales.py
