@@ -110,5 +110,5 @@ class OffloadedColumns(Columns):
 class OffloadCache(TokenCache[OffloadedColumns]):
     def __init__(self, layers: Sequence[Mapping[str, Slot]], rows: int, dtype: torch.dtype, device: torch.device):
         kept = {i: slots for i, slots in enumerate(layers) if token_slots(slots)}
-        store = OffloadedColumns(kept, rows, device, lambda name, slot: HostBuffer(slot, dtype, rows, device)) if kept else None
+        store = OffloadedColumns(kept, rows, device, lambda layer, name, slot: HostBuffer(slot, dtype, rows, device)) if kept else None
         super().__init__(layers, [store] if store else [], rows, device)
