@@ -16,6 +16,7 @@ from zoo.components.cache.shared import Shared
 from zoo.components.contracts import Cache, Slot, Step, View
 from zoo.model import Model
 from zoo.quantize.calibration import Calibration, windows
+from zoo.saving import check_loaded
 
 LEAST = 1e-30  # a slot that was 0 throughout
 
@@ -31,10 +32,12 @@ def calibrate_cache(model: Model, cache: str = "fp8", *, calibration: Calibratio
     """Give the model an 8-bit cache with one scale for each layer's keys and one for its values (for a latent, one).
 
     cache: fp8 or int8. The scales span what the calibration data writes, one window after the other; see ``quantize`` for the data.
-    They are part of ``model.spec`` and are saved with it. Raises ValueError for other caches and where the model's parts refuse it.
+    They are part of ``model.spec`` and are saved with it. Raises ValueError for other caches, where the model's parts refuse it, for a
+    model whose weights are not loaded, and where NaN or infinite values are written.
     """
     if cache not in calibratable():
         raise ValueError(f"cache {cache!r} has no scales to calibrate; those that have: {', '.join(calibratable())}")
+    check_loaded(model)
     codes: type[Eight] = registry.get("cache", cache).spec
     spec, policy = model.spec, codes()
     refused = [f"layer {i}: {reason}" for i, layer in enumerate(spec.layers) for reason in policy.refuses(layer.mixer.ask)]
@@ -45,7 +48,8 @@ def calibrate_cache(model: Model, cache: str = "fp8", *, calibration: Calibratio
         model.hidden(row, model.step(row), largest)
     shared = spec.cache if isinstance(spec.cache, Shared) else None
     kept = shared.written(spec.slots()) if shared else spec.slots()
-    found = replace(policy, scales=tuple(tuple(largest.of(i, n) / codes.codes.top for n in coded(slots)) for i, slots in enumerate(kept)))
+    top = codes.codes.top
+    found = replace(policy, scales=tuple(tuple(largest.scale(i, n, top) for n in coded(slots)) for i, slots in enumerate(kept)))
     model.spec = replace(spec, cache=replace(shared, inner=found) if shared else found)
 
 
@@ -63,5 +67,9 @@ class Largest:
             self.seen[at] = torch.maximum(self.seen[at], size) if at in self.seen else size
         return self.inner.extend(layer, new, step, slots)
 
-    def of(self, layer: int, name: str) -> float:
-        return max(float(self.seen[layer, name]), LEAST)
+    def scale(self, layer: int, name: str, top: float) -> float:
+        """That whose ``top``-fold is the largest size, a float32 number. Raises ValueError where that is not finite."""
+        size = self.seen[layer, name]
+        if not bool(size.isfinite()):
+            raise ValueError(f"layer {layer} writes NaN or infinite values into its slot {name}, which no scale spans; look at its weights")
+        return float((size / top).clamp(min=LEAST))

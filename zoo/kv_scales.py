@@ -28,23 +28,22 @@ SLOTS = ("k", "v")
 def with_declared(spec: ModelSpec, quantization: Mapping[str, Any]) -> ModelSpec:
     """The spec with the cache that a quantization_config declares, its scales still 1. Raises ValueError for one that no cache here is."""
     scheme = member(quantization, "kv_cache_scheme", Mapping, {}, "quantization_config")
-    if quantization.get("quant_method") != METHOD or not scheme:
+    if not _declares(quantization):
         return spec
     wrong = [f"{key} {scheme.get(key, value)!r}" for key, value in SCHEME.items() if scheme.get(key, value) != value]
     kind = scheme.get("type", "int")
     if wrong or kind not in KINDS:
         found = ", ".join(wrong or [f"type {kind!r}"])
         raise ValueError(f"{PLACE}: {found} is not supported; what is: 8 bits, float or int, fixed symmetric scales")
-    scales = [[1.0] * len(_slots(spec, i)) for i in range(len(spec.layers))]
-    return dataclasses.replace(spec, cache=load(CachePolicy, {"name": KINDS[kind], "scales": scales}))
+    return dataclasses.replace(spec, cache=load(CachePolicy, {"name": KINDS[kind], "scales": _unread(spec)}))
 
 
 def with_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """The spec with the scales that the files hold. Raises CheckpointError for those that are missing or no scales."""
-    scales = getattr(spec.cache, "scales", None)
-    names = {match.groups(): name for name in checkpoint.tensors() if (match := NAME.fullmatch(name))}
-    if not scales or not names:
+    declared = checkpoint.config.get("quantization_config")
+    if not _declares(declared) or getattr(spec.cache, "scales", None) != _unread(spec):  # another cache, or other scales, were asked for
         return spec
+    names = {match.groups(): name for name in checkpoint.tensors() if (match := NAME.fullmatch(name))}
     wanted = [(str(i), slot) for i in range(len(spec.layers)) for slot in _slots(spec, i)]
     missing = [f"layers.{i}.{slot}_scale" for i, slot in wanted if (i, slot) not in names]
     if missing:
@@ -55,8 +54,7 @@ def with_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 
 def is_scale(name: str, quantization: Any) -> bool:
     """Whether a tensor is the scale of a cache that the config declares, and no weight."""
-    declared = isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD and quantization.get("kv_cache_scheme")
-    return bool(declared) and NAME.fullmatch(name) is not None
+    return _declares(quantization) and NAME.fullmatch(name) is not None
 
 
 def declares(spec: ModelSpec, format: Format | None) -> bool:
@@ -80,6 +78,15 @@ def tensors(spec: ModelSpec, table: Sequence[Entry]) -> Iterator[tuple[str, Tens
         place = entry.theirs[0].rsplit(".", 2)[0]
         for slot, scale in zip(SLOTS, pair, strict=False):  # none where the layer keeps no tokens
             yield f"{place}.{slot}_scale", torch.tensor([scale])
+
+
+def _declares(quantization: Any) -> bool:
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD and bool(quantization.get("kv_cache_scheme"))
+
+
+def _unread(spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
+    """What stands for scales that are still in the files."""
+    return tuple((1.0,) * len(_slots(spec, i)) for i in range(len(spec.layers)))
 
 
 def _slots(spec: ModelSpec, layer: int) -> list[str]:

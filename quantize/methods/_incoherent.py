@@ -17,7 +17,8 @@ from zoo.components.contracts import Linear
 from zoo.components.linear.rotated import Rotated
 from zoo.components.numerics.hadamard import random_signs, transform
 from zoo.quantize.contracts import Quantized, Quantizer
-from zoo.quantize.methods._ldlq import LADDER, damped_factor, descend, ldlq
+from zoo.quantize.methods import _damping
+from zoo.quantize.methods._ldlq import damped_factor, descend, ldlq
 from zoo.quantize.stats.hessian import Hessian
 
 
@@ -38,8 +39,7 @@ class Incoherent(Quantizer):
     seed: int = 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if not 0 < self.damping <= LADDER[-1]:
-            yield "damping", f"must be above 0 and at most {LADDER[-1]}, got {self.damping}"
+        yield from _damping.problems(self.damping)
         if self.sweeps < 0:
             yield "sweeps", f"must be at least 0, got {self.sweeps}"
 
@@ -89,7 +89,7 @@ class Incoherent(Quantizer):
         if damped is None:
             why, blocks = "no tokens" if matrix is None else "not factored", weight.reshape(-1, self.width)
             return self.round(blocks, None)[0].view(len(weight), -1), {"fallback": f"nearest: {why}"}
-        factor, damping = damped
+        factor, facts = damped
         found = ldlq(weight, factor, self.round)
         sweeps = descend(found, factor.matrix, self.width, self.round, self.sweeps)
-        return found.codes.t(), {"damping": damping, "sweeps": sweeps}
+        return found.codes.t(), facts | {"sweeps": sweeps}

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-LADDER = (0.01, 0.05, 0.1, 0.5, 1.0)  # dampings that are tried in turn where a matrix cannot be factored
+from zoo.quantize.methods import _damping
+
 PANEL = 128  # inputs, about
 GAIN = 4e-3  # of the error; a sweep that gains less is the last
 # [N, b] and the metric [b, b] that says how much a step in each direction costs, None: all the same -> codes [N], and the values they
@@ -134,19 +136,19 @@ def factored(matrix: Tensor, width: int) -> Factor | None:
     return Factor(matrix, unit, own @ own.mT)
 
 
-def damped_factor(matrix: Tensor, width: int, damping: float) -> tuple[Factor, float] | None:
-    """The factor of the matrix [K, K] over the mean of its diagonal, damped, and the damping that it took.
+def damped_factor(matrix: Tensor, width: int, damping: float) -> tuple[Factor, dict[str, Any]] | None:
+    """The factor of the matrix [K, K] over the mean of its diagonal, damped, and what it took.
 
-    None where no damping of the ladder gives a finite factor. float64 is tried before more damping.
+    None where no damping of the ladder gives a finite factor.
     """
     scaled = matrix / matrix.diagonal().mean()
-    for share in (damping, *(step for step in LADDER if step > damping)):
-        for dtype in (matrix.dtype, torch.float64):
-            damped = scaled.to(dtype, copy=True)
-            damped.diagonal().add_(share)
-            factor = factored(damped, width)
-            if factor is not None:
-                return Factor(*(t.to(matrix.dtype) for t in (factor.matrix, factor.lower, factor.middle))), share
+    for share, dtype in _damping.attempts(damping, matrix.dtype):
+        damped = scaled.to(dtype, copy=True)
+        damped.diagonal().add_(share)
+        factor = factored(damped, width)
+        if factor is not None:
+            found = Factor(*(t.to(matrix.dtype) for t in (factor.matrix, factor.lower, factor.middle)))
+            return found, _damping.facts(share, dtype, matrix.dtype)
     return None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch import Tensor
 from zoo.components.ops.error_feedback import round_run
 from zoo.components.registry import part
 from zoo.quantize.contracts import IntegerQuantizer, Quantized, Quantizer
+from zoo.quantize.methods import _damping
 from zoo.quantize.methods.rtn import RTN
 from zoo.quantize.stats.hessian import Hessian
 
 BLOCK = 128  # inputs rounded before the rest of the matrix is updated (section 3.3, step 2)
-LADDER = (0.01, 0.05, 0.1, 0.5, 1.0)  # dampings that are tried in turn where the matrix cannot be factored
 
 
 @part(Quantizer, "gptq", source="Frantar et al. 2022, arXiv:2210.17323")
@@ -42,8 +42,7 @@ class GPTQ(IntegerQuantizer):
     static_groups: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if not 0 < self.damping <= LADDER[-1]:
-            yield "damping", f"must be above 0 and at most {LADDER[-1]}, got {self.damping}"
+        yield from _damping.problems(self.damping)
 
     def quantize(self, weight: Tensor, hessian: Hessian | None) -> Quantized:
         if hessian is None or not hessian.tokens:
@@ -133,11 +132,13 @@ class Groups:
 def alive(weight: Tensor, hessian: Hessian) -> tuple[Tensor, Tensor]:
     """The weight [N, K] in the Hessian's dtype, and the Hessian [K, K], positive where an input was always 0.
 
-    Weights of such inputs become 0: they do not matter, and must not widen the scales.
+    Weights of such inputs become 0: they do not matter, and must not widen the scales. Their places on the diagonal get the mean of the
+    others, which is what a damping is a share of.
     """
     matrix = hessian.matrix
-    dead = matrix.diagonal() == 0
-    matrix.diagonal()[dead] = 1
+    diagonal = matrix.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1 if bool(dead.all()) else diagonal[~dead].mean()
     return weight.to(matrix.dtype).masked_fill(dead, 0), matrix
 
 
@@ -148,19 +149,18 @@ def blocks(inputs: int, group: int | None) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, inputs)
 
 
-def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, dict[str, float]]:
-    """The upper Cholesky factor of the inverse of the damped matrix, [K, K], and the damping that it took.
+def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, dict[str, Any]]:
+    """The upper Cholesky factor of the inverse of the damped matrix, [K, K], and what it took.
 
     None where no damping of the ladder gives a finite factor.
     """
     mean = matrix.diagonal().mean()
-    for share in (damping, *(step for step in LADDER if step > damping)):
-        for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
-            damped = matrix.to(dtype).flip(0, 1)
-            damped.diagonal().add_(share * mean)
-            factor = _inverse_factor(damped)
-            if factor is not None:
-                return factor.to(matrix.dtype), {"damping": share}
+    for share, dtype in _damping.attempts(damping, matrix.dtype):
+        damped = matrix.to(dtype).flip(0, 1)
+        damped.diagonal().add_(share * mean)
+        factor = _inverse_factor(damped)
+        if factor is not None:
+            return factor.to(matrix.dtype), _damping.facts(share, dtype, matrix.dtype)
     return None, {}
 
 

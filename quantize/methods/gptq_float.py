@@ -17,8 +17,9 @@ from zoo.components.numerics import floats, scaled
 from zoo.components.numerics.floats import Element
 from zoo.components.registry import part
 from zoo.quantize.contracts import Quantized, Quantizer
+from zoo.quantize.methods import _damping
 from zoo.quantize.methods._float import FloatQuantizer
-from zoo.quantize.methods.gptq import LADDER, alive, blocks, inverse_factor
+from zoo.quantize.methods.gptq import alive, blocks, inverse_factor
 from zoo.quantize.methods.nvfp4 import NVFP4
 from zoo.quantize.stats.hessian import Hessian
 
@@ -46,8 +47,7 @@ class GPTQFloat(Quantizer):
                 "grid",
                 f"must be a method of few-bit floats (nvfp4, mxfp, fp8, fp6), got {self.grid.name}; gptq itself rounds to integers",
             )
-        if not 0 < self.damping <= LADDER[-1]:
-            yield "damping", f"must be above 0 and at most {LADDER[-1]}, got {self.damping}"
+        yield from _damping.problems(self.damping)
 
     @property
     def floats(self) -> FloatQuantizer:
@@ -83,7 +83,9 @@ class GPTQFloat(Quantizer):
         return sizes.argsort(descending=True, stable=True)
 
     def _fallback(self, weight: Tensor, hessian: Hessian | None, why: str) -> Quantized:
-        return Quantized(self.grid.quantize(weight, hessian).tensors, {"fallback": f"nearest: {why}"})
+        plain = self.grid.quantize(weight, hessian)
+        reasons = [f"nearest: {why}", *(str(r) for r in [plain.facts.get("fallback")] if r)]
+        return Quantized(plain.tensors, plain.facts | {"fallback": "; ".join(reasons)})
 
 
 def feed_back(weight: Tensor, factor: Tensor, steps: Tensor, element: Element) -> Tensor:

@@ -69,8 +69,10 @@ def test_compressed_tensors_hold_the_scales(tmp_path: Path) -> None:
     assert float(stored["model.layers.1.self_attn.v_scale"]) == pytest.approx(model.spec.cache.scales[1][1])  # type: ignore[attr-defined]
     again = zoo.load(tmp_path / "model")
     assert again.spec.cache.name == "fp8"
-    torch.testing.assert_close(torch.tensor(again.spec.cache.scales), torch.tensor(model.spec.cache.scales))  # type: ignore[attr-defined]
+    assert again.spec.cache == model.spec.cache
     assert zoo.load(tmp_path / "model", override=["cache=dense"]).spec.cache.name == "dense"
+    own: Any = zoo.load(tmp_path / "model", override=["cache={name: fp8, scales: [[2.0, 3.0], [2.0, 3.0]]}"]).spec.cache
+    assert own.scales[1] == (2.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def test_compressed_tensors_hold_the_scales(tmp_path: Path) -> None:
         ({"num_bits": 4}, "kv_cache_scheme: num_bits 4 is not supported; what is: 8 bits"),
         ({"strategy": "attn_head"}, "strategy 'attn_head' is not supported"),
         ({"dynamic": True}, "dynamic True is not supported"),
+        ("all absent", "kv_cache_scheme is set, 4 scales are missing"),
         ("absent", "kv_cache_scheme is set, 1 scales are missing: layers.1.v_scale"),
         ("negative", "model.layers.1.self_attn.v_scale must be one positive number"),
     ],
@@ -94,6 +97,8 @@ def test_scales_that_cannot_be_read(change: Any, message: str, tmp_path: Path) -
         config["quantization_config"]["kv_cache_scheme"] |= change
     elif change == "absent":
         del stored[name]
+    elif change == "all absent":
+        stored = {n: t for n, t in stored.items() if not n.endswith(("k_scale", "v_scale"))}
     else:
         stored[name] = -stored[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -111,6 +116,14 @@ def test_the_layers_that_write_a_shared_cache_are_scaled() -> None:
 def test_what_cannot_be_calibrated_is_said() -> None:
     with pytest.raises(ValueError, match="'kivi' has no scales to calibrate; those that have: fp8, int8"):
         calibrate_cache(small(), "kivi", calibration=ids(2, 16))
+    damaged = small()
+    with torch.no_grad():
+        damaged.layers[1].mixer.projection.v.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="layer 1 writes NaN or infinite values into its slot v"):
+        calibrate_cache(damaged, calibration=ids(2, 16), progress=False)
+    assert damaged.spec.cache.name == "dense"
+    with pytest.raises(ValueError, match="the model is not loaded"):
+        calibrate_cache(small().to("meta"), calibration=ids(2, 16), progress=False)
     model = override(small().spec, "cache={name: fp8, scales: [[1.0, 1.0]]}").build()
     with pytest.raises(ValueError, match=r"cache.scales has \[2\] scales for the layers, their slots are \[2, 2\]"):
         model.new_cache(1)

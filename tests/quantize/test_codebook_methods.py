@@ -101,7 +101,7 @@ def test_damping_climbs_until_it_factors() -> None:
     matrix = torch.diag(torch.tensor([1.0, 1.0, 1.0, -0.03]))
     found = damped_factor(matrix, 1, 0.01)
     assert found is not None
-    assert found[1] == 0.05
+    assert found[1] == {"damping": 0.05}
     assert damped_factor(torch.full((2, 2), torch.nan), 1, 0.01) is None
 
 

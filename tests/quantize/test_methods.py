@@ -15,6 +15,7 @@ from zoo.components.spec import SpecError, dump, load
 from zoo.quantize.contracts import IntegerQuantizer, Quantizer
 from zoo.quantize.methods.gptq import GPTQ, inverse_factor
 from zoo.quantize.methods.gptq_float import GPTQFloat
+from zoo.quantize.methods.mxfp import MXFP
 from zoo.quantize.methods.rtn import RTN
 from zoo.quantize.rules import quantizer
 from zoo.quantize.stats.hessian import Hessian, relative_output_error
@@ -163,6 +164,23 @@ def test_the_damping_ladder_climbs_until_it_factors() -> None:
     assert inverse_factor(torch.full((2, 2), torch.nan), 0.01)[0] is None
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("method", [GPTQ(bits=4, group_size=32), GPTQ(bits=4, group_size=32, order="activation"), GPTQFloat(grid=MXFP())])
+def test_inputs_that_are_always_0_change_nothing_for_the_others(method: Any, size: float) -> None:
+    """Damping is a share of what the living inputs have, however large they are."""
+    torch.manual_seed(0)
+    weight, mix = torch.randn(32, 128), torch.randn(128, 128)
+    x = torch.randn(400, 128) @ mix * size
+    x[:, 96:] = 0
+    errors = []
+    for width in (96, 128):
+        hessian = Hessian(width)
+        hessian.update(x[:, :width])
+        found = rounded(method, weight[:, :width], hessian).float()[:, :96]
+        errors.append(float(((weight[:, :96] - found) @ x[:, :96].T).norm() / (weight[:, :96] @ x[:, :96].T).norm()))
+    assert errors[1] == pytest.approx(errors[0], rel=0.03)
+
+
 def test_float64_is_tried_before_more_damping() -> None:
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=generator))[0]
@@ -171,6 +189,7 @@ def test_float64_is_tried_before_more_damping() -> None:
     single = matrix.float() + share * matrix.float().diagonal().mean() * torch.eye(64)
     assert torch.linalg.cholesky_ex(single)[1] > 0
     assert inverse_factor(matrix.float(), share)[1]["damping"] > 0
+    assert inverse_factor(torch.ones(2, 2), share)[1] == {"damping": share, "factored_in": "float64"}
     assert inverse_factor(matrix, share)[1] == {"damping": share}
 
 
