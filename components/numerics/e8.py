@@ -23,7 +23,7 @@ from torch import Tensor
 WIDTH = 8  # coordinates of a point
 SHIFT = 0.25
 NEAR = 4  # rows that a metric chooses among, for each way of moving
-CHUNK = 2048  # vectors rounded at once: their scores take 4 MB
+CHUNK, WIDE = 1 << 11, 1 << 16  # vectors rounded at once on the CPU, whose cache holds their scores of 4 MB, and elsewhere
 GROUPS = 16  # of the 256 rows, whose best are compared
 Bits = Literal[2, 3, 4]
 
@@ -97,7 +97,10 @@ def e8p(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def nearest_e8p(x: Tensor, metric: Tensor | None = None) -> Tensor:
     """Words of the nearest points: [..., 8] float -> [...] int64. Exact, but with a metric the best of a few that are near."""
     flat = x.reshape(-1, WIDTH).to(torch.float32)
-    found = [_nearest_e8p(part) if metric is None else _best_e8p(part, metric.to(part)) for part in flat.split(CHUNK)]
+    found = [
+        _nearest_e8p(part) if metric is None else _best_e8p(part, metric.to(part))
+        for part in flat.split(CHUNK if flat.device.type == "cpu" else WIDE)
+    ]
     return torch.cat(found).view(x.shape[:-1]) if found else flat.new_empty(x.shape[:-1], dtype=torch.int64)
 
 
@@ -223,7 +226,10 @@ def nearest_e8(x: Tensor, metric: Tensor | None = None) -> Tensor:
     points = e8_points(x.device)
     pulled = points if metric is None else points @ metric.to(points)
     half_norms, flat = (pulled * points).sum(-1, keepdim=True) / 2, x.reshape(-1, WIDTH).to(torch.float32)
-    found = [_greatest(torch.addmm(half_norms, pulled, part.t(), beta=-1))[1] for part in flat.split(CHUNK)]
+    found = [
+        _greatest(torch.addmm(half_norms, pulled, part.t(), beta=-1))[1]
+        for part in flat.split(CHUNK if flat.device.type == "cpu" else WIDE)
+    ]
     return torch.cat(found).view(x.shape[:-1]) if found else flat.new_empty(x.shape[:-1], dtype=torch.int64)
 
 

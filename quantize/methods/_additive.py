@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.components.linear.additive import blocks_of, weight_of
 
-CHUNK = 1 << 20  # scores computed at once
+CHUNK, WIDE = 1 << 20, 1 << 26  # scores computed at once on the CPU, whose cache holds them, and elsewhere
 KMEANS = 10  # iterations at most
 POINTS = 64  # for each centre, drawn from all, that k-means looks at
 PANEL = 128  # inputs, about, whose slopes are kept up to date by the search; those of others are computed when their turn comes
@@ -66,10 +66,15 @@ def k_means(points: Tensor, count: int, generator: torch.Generator) -> tuple[Ten
     return centres, nearest(points, centres)
 
 
+def at_once(device: torch.device, scores: int) -> int:
+    """How many rows of so many scores each."""
+    return max(1, (CHUNK if device.type == "cpu" else WIDE) // scores)
+
+
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
     """Which centre is nearest: [points, D], [count, D] -> [points]."""
     extended = torch.cat((centres, -centres.square().sum(-1, keepdim=True) / 2), 1).t()  # the norm in the product: one pass less
-    parts = F.pad(points, (0, 1), value=1).split(max(1, CHUNK // len(centres)))
+    parts = F.pad(points, (0, 1), value=1).split(at_once(points.device, len(centres)))
     return torch.cat([(part @ extended).argmax(-1) for part in parts])
 
 
@@ -147,7 +152,7 @@ def _search_block(sums: Sums, slope: Tensor, matrix: Tensor, j: int, beam: int) 
     """New codes for block j of every row; returns the step of its weights, [outputs, inputs of a block]."""
     problem, scales = Block(sums.codebooks, matrix), sums.scales.flatten(1)[..., None]
     slope = slope.unflatten(0, (-1, sums.codebooks.shape[2]))
-    rows, steps = max(1, CHUNK // (beam * sums.codebooks.shape[1])), []
+    rows, steps = at_once(slope.device, beam * sums.codebooks.shape[1]), []
     for start in range(0, len(slope), rows):
         part = slice(start, start + rows)
         codes, step = problem.search(slope[part], scales[part], sums.indices[part, j], beam)
