@@ -103,7 +103,7 @@ def _sweep(part: Rounding, hessian: Tensor, inverse: Tensor, round: Round) -> Te
 def _improve(part: Rounding, block: slice, slope: Tensor, metric: Tensor, inverse: Tensor, round: Round) -> tuple[Tensor, Tensor]:
     """Round one block anew: the step made, [b, N], and its gain, [N]. A step d changes the error by d^T H_kk d - 2 d^T (H E)_k."""
     old, k = part.values[block], block.start // len(inverse)
-    codes, values = round((old + inverse @ slope).t(), None)
+    codes, values = round((old + inverse @ slope).t(), metric)
     step = values.t() - old
     gain = ((2 * slope - metric @ step) * step).sum(0)
     better = gain > 0
