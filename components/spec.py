@@ -19,10 +19,9 @@ from typing import Any, ClassVar, TypeVar
 
 from zoo.components import registry
 from zoo.components.cost import Call, TensorInfo
+from zoo.components.repeats import rolled, unrolled
 
 S = TypeVar("S", bound="Spec")
-MOST = 100_000  # entries of a list, repeats written out
-LONGEST = 512  # entries of a run that is looked for when repeats are rolled up
 
 
 class SpecError(ValueError):
@@ -158,7 +157,7 @@ def _value(hint: Any, value: Any, place: str, errors: list[str]) -> Any:
     if typing.get_origin(hint) is tuple and _is_spec(args[0]):
         if not isinstance(value, (list, tuple)):
             return errors.append(f"{place}: expected a list, got {value!r}")
-        items = _unrolled(value, place, errors)
+        items = unrolled(value, place, errors)
         return tuple(_once(items, lambda item, i: _value(args[0], item, _join(place, str(i)), errors)))
     return _leaf(hint, value, place, errors)
 
@@ -170,28 +169,6 @@ def _once(items: Sequence[Any], make: Callable[[Any, int], Any]) -> Iterator[Any
         if made.get(id(item)) is None:  # what has mistakes is looked at again in every place
             made[id(item)] = make(item, i)
         yield made[id(item)]
-
-
-def _unrolled(items: Sequence[Any], place: str, errors: list[str]) -> list[Any]:
-    """``{repeat: n, of: [...]}`` stands for n copies of a run, ``{repeat: n, ...fields}`` for n copies of one item."""
-    out: list[Any] = []
-    for i, item in enumerate(items):
-        run, times = [item], 1
-        if isinstance(item, Mapping) and "repeat" in item:
-            where, times = _join(place, str(i)), item["repeat"]
-            rest = {k: v for k, v in item.items() if k != "repeat"}
-            if not isinstance(rest.get("of", []), (list, tuple)):
-                errors.append(f"{where}.of: expected a list, got {rest['of']!r:.60}")
-                continue
-            run = _unrolled(rest["of"], f"{where}.of", errors) if "of" in rest else [rest]
-            if type(times) is not int or not 1 <= times <= MOST:
-                errors.append(f"{where}.repeat: must be a whole number in 1..{MOST}, got {times!r:.60}")
-                continue
-        if len(out) + len(run) * times > MOST:
-            errors.append(f"{place}: holds more than {MOST} entries once its repeats are written out")
-            return out
-        out.extend(run * times)
-    return out
 
 
 def _leaf(hint: Any, value: Any, place: str, errors: list[str]) -> Any:
@@ -222,7 +199,7 @@ def default(family: type[S], word: str) -> Any:
 def dump(spec: Any) -> Any:
     """Spec -> plain data with defaults left out, so two specs differ exactly where their dumps differ."""
     if isinstance(spec, tuple):
-        return _roll([dump(x) for x in spec]) if any(isinstance(x, Spec) for x in spec) else [dump(x) for x in spec]
+        return rolled([dump(x) for x in spec]) if any(isinstance(x, Spec) for x in spec) else [dump(x) for x in spec]
     if not isinstance(spec, Spec):
         return spec
     out = {"name": spec.name} if spec.name else {}
@@ -232,40 +209,6 @@ def dump(spec: Any) -> Any:
         if value != default:
             out[f.name] = dump(value)
     return out["name"] if list(out) == ["name"] else out
-
-
-def _roll(items: list[Any]) -> list[Any]:
-    """Repeated runs become ``{repeat: n, of: [...]}``; at each place the run that covers most is taken, the shortest of equals."""
-    out: list[Any] = []
-    i, words = 0, [repr(item) for item in items]  # strings are compared faster than trees
-    while i < len(items):
-        period = _period(words, i)
-        times = _repeats(words, i, period)
-        out.append({"repeat": times, "of": _roll(items[i : i + period]) if period < len(items) else items} if times > 1 else items[i])
-        i += period * times if times > 1 else 1
-    return out
-
-
-def _period(items: Sequence[str], start: int) -> int:
-    """The length of the run from ``start`` on whose repeats cover most, at most LONGEST; 1 where nothing is repeated."""
-    rest, best, most = len(items) - start, 1, 1
-    for period in range(1, min(LONGEST, rest // 2) + 1):
-        if items[start + period] != items[start]:
-            continue
-        times = _repeats(items, start, period)
-        if times > 1 and times * period > most:
-            best, most = period, times * period
-        if most == rest:
-            break
-    return best
-
-
-def _repeats(items: Sequence[str], start: int, period: int) -> int:
-    """How many times the ``period`` items from ``start`` on are repeated without a gap."""
-    run, times = items[start : start + period], 1
-    while items[start + times * period : start + (times + 1) * period] == run:
-        times += 1
-    return times
 
 
 def flat(spec: Any, place: str = "") -> dict[str, Any]:

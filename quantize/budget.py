@@ -24,7 +24,7 @@ from zoo.model import Model
 from zoo.quantize.contracts import Quantizer
 from zoo.quantize.flow import siblings
 from zoo.quantize.modules import checked_weight
-from zoo.quantize.rules import plan, quantizer
+from zoo.quantize.rules import QuantizerLike, plan, quantizer
 from zoo.quantize.stage import Stage, Tail, load
 from zoo.weights import linear_names
 
@@ -91,7 +91,7 @@ class Budget:
 
 
 @torch.no_grad()
-def allocate(model: Model, method: str | Quantizer, bits: float, ids: Tensor, *, choices: Sequence[int] = CHOICES,
+def allocate(model: Model, method: QuantizerLike, bits: float, ids: Tensor, *, choices: Sequence[int] = CHOICES,
              rules: Sequence[str] = (), **options: Any) -> Budget:  # fmt: skip
     """The widths of least loss for a mean of ``bits`` per quantized weight, scales included.
 
@@ -112,7 +112,7 @@ def allocate(model: Model, method: str | Quantizer, bits: float, ids: Tensor, *,
     return Budget(bits, tuple(Unit(_patterns(p), n, {c: s / n for c, s in size.items()}, loss, c) for p, n, size, loss, c in rows))
 
 
-def budgeted(model: Model, method: str | Quantizer, options: Mapping[str, Any], choices: Sequence[int] | None, rules: Sequence[str],
+def budgeted(model: Model, method: QuantizerLike, options: Mapping[str, Any], choices: Sequence[int] | None, rules: Sequence[str],
              data: Callable[[], Tensor]) -> Budget | None:  # fmt: skip
     """The budget that settings of ``quantize`` ask for, by choices or bits with a decimal point; None where they ask for none.
 
@@ -123,8 +123,15 @@ def budgeted(model: Model, method: str | Quantizer, options: Mapping[str, Any], 
         return None
     if isinstance(bits, bool) or not isinstance(bits, int | float):
         raise ValueError(f"choices={tuple(choices or ())} needs bits, the mean per weight that is allowed, as bits=4.25; it is {bits!r}")
+    check_mean(bits)
     others = {name: value for name, value in options.items() if name != "bits"}
     return allocate(model, method, bits, data(), choices=CHOICES if choices is None else choices, rules=rules, **others)
+
+
+def check_mean(bits: float) -> None:
+    """Raise ValueError for what is no number of bits."""
+    if not 0 < bits < math.inf:
+        raise ValueError(f"bits={bits}: give a positive, finite number of bits per weight, as 4 or 4.25")
 
 
 def knapsack(sizes: Sequence[Mapping[int, float]], losses: Sequence[Mapping[int, float]], capacity: float) -> list[int]:
@@ -160,7 +167,7 @@ def _check_capacity(sizes: Sequence[Mapping[int, float]], capacity: float) -> fl
     return capacity - least
 
 
-def _plans(model: Model, method: str | Quantizer, choices: Sequence[int], rules: Sequence[str],
+def _plans(model: Model, method: QuantizerLike, choices: Sequence[int], rules: Sequence[str],
            options: Mapping[str, Any]) -> dict[int, dict[str, Quantizer]]:  # fmt: skip
     """The quantizer of each module for each choice of bits."""
     base = quantizer(method, options)
@@ -213,6 +220,9 @@ def _losses(model: Model, units: Sequence[list[str]], plans: Mapping[int, Mappin
     step = Step.plain(0, len(ids), ids.shape[1], model.device)
     x = model.embed(ids.to(model.device), step)
     target = _outputs(stages, x, step)
+    if not target.isfinite().all():
+        raise ValueError("the model's outputs on the calibration data hold NaN or infinity, so no loss can be measured against them; load "
+                         "it in a wider dtype (bfloat16 or float32), or look for damaged weights")  # fmt: skip
     found: dict[int, dict[int, float]] = {}
     for number, stage in enumerate(stages):
         loss = partial(_loss, [stage, *stages[number + 1 :]], x, step, target)
@@ -255,6 +265,9 @@ def _outputs(stages: Sequence[Stage], x: Tensor, step: Step) -> Tensor:
 
 
 def _divergence(target: Tensor, outputs: Tensor) -> float:
-    """The mean Kullback-Leibler divergence, in nats, of predictions by logits [..., vocabulary] from those of ``target``."""
+    """The mean Kullback-Leibler divergence, in nats, of predictions by logits [..., vocabulary] from those of ``target``.
+
+    Infinite where the predictions are not finite, so that what made them so is never the least loss.
+    """
     wanted, given = (F.log_softmax(logits.double().flatten(0, -2), -1) for logits in (target, outputs))
-    return float(F.kl_div(given, wanted, log_target=True, reduction="batchmean"))
+    return float(F.kl_div(given, wanted, log_target=True, reduction="batchmean").nan_to_num(nan=math.inf, posinf=math.inf))

@@ -14,7 +14,7 @@ from zoo.components import registry
 from zoo.components.cache._coded import Eight, coded
 from zoo.components.cache.shared import Shared
 from zoo.components.contracts import Cache, Slot, Step, View
-from zoo.model import Model
+from zoo.model import Model, ModelSpec
 from zoo.quantize.calibration import Calibration, windows
 from zoo.saving import check_loaded
 
@@ -26,6 +26,18 @@ def calibratable() -> list[str]:
     return [name for name in registry.names("cache") if issubclass(registry.get("cache", name).spec, Eight)]
 
 
+def check_calibratable(spec: ModelSpec, cache: str) -> Eight:
+    """The cache's policy, without scales yet. Raises ValueError for caches that have none, and where the model's parts refuse it."""
+    if cache not in calibratable():
+        raise ValueError(f"cache {cache!r} has no scales to calibrate; those that have: {', '.join(calibratable())}")
+    policy = registry.get("cache", cache).spec()
+    assert isinstance(policy, Eight)
+    refused = [f"layer {i}: {reason}" for i, layer in enumerate(spec.layers) for reason in policy.refuses(layer.mixer.ask)]
+    if refused:
+        raise ValueError(f"cache {cache} cannot serve {refused[0]}")
+    return policy
+
+
 @torch.no_grad()
 def calibrate_cache(model: Model, cache: str = "fp8", *, calibration: Calibration | None = None, samples: int | None = None,
                     length: int | None = None, seed: int = 0, progress: bool = True) -> None:  # fmt: skip
@@ -35,20 +47,15 @@ def calibrate_cache(model: Model, cache: str = "fp8", *, calibration: Calibratio
     They are part of ``model.spec`` and are saved with it. Raises ValueError for other caches, where the model's parts refuse it, for a
     model whose weights are not loaded, and where NaN or infinite values are written.
     """
-    if cache not in calibratable():
-        raise ValueError(f"cache {cache!r} has no scales to calibrate; those that have: {', '.join(calibratable())}")
+    policy = check_calibratable(model.spec, cache)
     check_loaded(model)
-    codes: type[Eight] = registry.get("cache", cache).spec
-    spec, policy = model.spec, codes()
-    refused = [f"layer {i}: {reason}" for i, layer in enumerate(spec.layers) for reason in policy.refuses(layer.mixer.ask)]
-    if refused:
-        raise ValueError(f"cache {cache} cannot serve {refused[0]}")
+    spec = model.spec
     ids, largest = windows(model, calibration, samples, length, seed), Largest(spec.cache.without())
     for row in track(ids.to(model.device).split(1), "cache scales", console=Console(stderr=True), disable=not progress):
         model.hidden(row, model.step(row), largest)
     shared = spec.cache if isinstance(spec.cache, Shared) else None
     kept = shared.written(spec.slots()) if shared else spec.slots()
-    top = codes.codes.top
+    top = policy.codes.top
     found = replace(policy, scales=tuple(tuple(largest.scale(i, n, top) for n in coded(slots)) for i, slots in enumerate(kept)))
     model.spec = replace(spec, cache=replace(shared, inner=found) if shared else found)
 

@@ -62,7 +62,7 @@ def second_moments(modules: Mapping[str, nn.Module], passes: Iterable[Callable[[
     """Run the passes and gather the modules' inputs. Modules that are given the same tensor (q, k and v) share one Hessian.
 
     first_only: watch only the modules that share the first input. Modules that were never called are left out. A pass ends at the
-    last input that is watched; what would follow is not computed.
+    last input that is watched; what would follow is not computed. Raises ValueError for inputs that hold NaN or infinity.
     """
     catcher = _Catcher(modules, first_only)
     with ExitStack() as stack:
@@ -70,12 +70,16 @@ def second_moments(modules: Mapping[str, nn.Module], passes: Iterable[Callable[[
             stack.callback(module.register_forward_pre_hook(partial(catcher.catch, name)).remove)
         for forward in passes:
             catcher.run(forward)
+    check_finite(catcher.hessians)
     return catcher.hessians
 
 
 def channel_sizes(inputs: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module],
                   passes: Iterable[Callable[[], Any]]) -> dict[str, ChannelSizes]:  # fmt: skip
-    """Run the passes and gather the sizes of some modules' inputs and of others' outputs, by name. Modules never called are left out."""
+    """Run the passes and gather the sizes of some modules' inputs and of others' outputs, by name. Modules never called are left out.
+
+    Raises ValueError for activations that hold NaN or infinity.
+    """
     found: dict[str, ChannelSizes] = {}
 
     def see(name: str, x: Tensor) -> None:
@@ -94,7 +98,18 @@ def channel_sizes(inputs: Mapping[str, nn.Module], outputs: Mapping[str, nn.Modu
             stack.callback(module.register_forward_hook(partial(see_output, name)).remove)
         for forward in passes:
             forward()
+    check_finite(found)
     return found
+
+
+def check_finite(found: Mapping[str, Hessian | ChannelSizes]) -> None:
+    """Raise ValueError, naming the first place, for statistics of activations that hold NaN or infinity."""
+    for name, statistic in found.items():
+        if not statistic.finite:
+            raise ValueError(
+                f"{name}: activations hold NaN, infinity or numbers too large to be squared here, and nowhere before, on the calibration "
+                "data; load the model in a wider dtype (bfloat16 or float32), or look for damaged weights before it"
+            )
 
 
 def calls(module: nn.Module, passes: Iterable[Callable[[], Any]]) -> list[tuple[Any, ...]]:

@@ -4,18 +4,20 @@ Every process holds the model. Each runs its share of the calibration windows (e
 statistics are summed over the processes and results handed to all, so that all hold the same bits at the end. The first process alone
 writes files and shows progress. Sums of floats are made in another order than by one process: statistics differ in their last bits.
 
-Every exchange begins with a few words from each process, and a process that fails says so there in their place. So no process waits
-for one that failed: all end with its message.
+A process that fails tells the others, see ``zoo.quantize.conversation``, and they look up from whatever they wait for, be it words or
+the other half of an exchange of tensors. So no process waits for one that failed: all end with its message.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -23,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = dt.timedelta(hours=2)  # for the slowest process; one that has died is noticed at once
+from zoo.quantize.conversation import PATIENCE, Conversation, Failed, Lost
+
 FIRST = 0
+GLANCE = 0.0005  # seconds between looks at whether an exchange of tensors is done
+MARK = "processes.tmp"  # in a folder, to tell whether it is one for all processes
+FORESEEN = (ValueError, OSError, MemoryError)  # whose messages stand for themselves
 
 T = TypeVar("T")
 Reduce = Callable[[Tensor], Tensor]
-
-
-class Failed(RuntimeError):
-    """Another process failed, and the message is its own, or it has died."""
 
 
 class Statistic(Protocol):
@@ -88,6 +90,9 @@ class Processes:
         if windows < self.size:
             raise ValueError(f"{windows} calibration windows are too few for {self.size} processes; give more samples, or start fewer")
 
+    def check_folder(self, folder: Path) -> None:
+        """Raise ValueError where a folder, in which nobody else writes, is not the same one for all processes."""
+
     def exchange(self, value: T) -> list[T]:
         """What each process gives, in their order. Raises Failed where one has failed."""
         return [value]
@@ -120,6 +125,9 @@ class Processes:
         del room
         return windows
 
+    def of_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors, of the same shapes in all processes, the first one's values, in place."""
+
     def of_others(self, own: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> dict[str, dict[str, Tensor]]:
         """Hand named sets of tensors, by a path each, to all processes; returns those of the others, on ``device``."""
         del own, device
@@ -127,37 +135,35 @@ class Processes:
 
 
 class Together(Processes):
-    """The processes of torch.distributed's default group. Leave it, as a context, with an error, and all others fail with it."""
+    """The processes of torch.distributed's default group. Leave it, as a context, with an error, and all others fail with it.
+
+    Tensors on the CPU go through a group of its own, and those on GPUs through the default group, whose backend knows them.
+    """
 
     def __enter__(self) -> Self:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        words = dist.new_group(backend="gloo", timeout=PATIENCE)  # for tensors on the CPU too
-        assert isinstance(words, dist.ProcessGroup)  # of which every process is a member
-        self._words = words
-        self.here = self.exchange(socket.gethostname()).count(socket.gethostname())
+        self._spoken, self._tensors = _cpu_group(), _cpu_group()
+        hosts: list[Any] = [None] * self.size
+        dist.all_gather_object(hosts, socket.gethostname(), group=self._spoken)
+        self.here = hosts.count(socket.gethostname())
+        self._words = Conversation(self._spoken, self.size)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
-                self.exchange(None)
-            elif not isinstance(error, Failed):
-                self._say(None, f"{type(error).__name__}: {error}")
+                self._words.exchange(None, last=True)
+            else:
+                self._words.fail(described(error))
         finally:
-            dist.destroy_process_group(self._words)
+            self._words.close()
+            if error is not None:
+                self._tensors.abort()  # others may be in the middle of an exchange
+            for group in (self._spoken, self._tensors):
+                dist.destroy_process_group(group)
 
     def exchange(self, value: T) -> list[T]:
-        said = self._say(value, None)
-        _raise_failures(said)
-        return [given for given, _ in said]
-
-    def _say(self, value: Any, failure: str | None) -> list[tuple[Any, str | None]]:
-        said: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(said, (value, failure), group=self._words)
-        except RuntimeError as e:
-            raise Failed(f"another process has died, or has not answered for {PATIENCE}: {e}") from e
-        return said
+        return self._words.exchange(value)
 
     def decided(self, decide: Callable[[], T]) -> T:
         given: list[Any] = self.exchange(decide() if self.first else None)
@@ -176,6 +182,16 @@ class Together(Processes):
         differ = sorted({key for one in described for key in one if one[key] != described[FIRST][key]})
         if differ:
             raise ValueError(f"the processes differ in {', '.join(differ)}; give all of them the same model and settings")
+
+    def check_folder(self, folder: Path) -> None:
+        mark = folder / MARK
+        word = self.decided(lambda: _marked(mark))
+        strangers = [str(rank) for rank, seen in enumerate(self.exchange(_content(mark) == word)) if not seen]
+        if self.first:
+            mark.unlink()
+        if strangers:
+            raise ValueError(f"{folder} is not one folder for all: process {', '.join(strangers)} does not find there what process {FIRST} "
+                             "wrote; name a folder on a disk that all machines share")  # fmt: skip
 
     def mean(self, total: float, count: int) -> float:
         totals, counts = zip(*self.exchange((total, count)), strict=True)
@@ -198,16 +214,23 @@ class Together(Processes):
 
     def whole(self, windows: Tensor, room: Callable[[Tensor, int], Tensor]) -> Tensor:
         samples = sum(self.exchange(len(windows)))
-        if not self.first:
-            for window in windows:
-                dist.send(_bytes(window), FIRST, group=self._words)
-            return windows[:0]
-        result = room(windows, samples)
-        result[:: self.size] = windows
-        for other in range(1, self.size):
-            for window in result[other :: self.size]:
-                dist.recv(_bytes(window), other, group=self._words)
+        if not samples:
+            return windows
+        result = room(windows, samples) if self.first else windows[:0]
+        spare = torch.empty_like(windows[0])  # of processes that have a window less, in the last row
+        for number, start in enumerate(range(0, samples, self.size)):
+            own = windows[number] if number < len(windows) else spare
+            row = [*result[start : start + self.size], *[spare] * (start + self.size - samples)] if self.first else None
+            self._done(dist.gather(_bytes(own), row and [_bytes(t) for t in row], FIRST, group=self._tensors, async_op=True))
         return result
+
+    def of_first(self, tensors: Iterable[Tensor]) -> None:
+        self.exchange(None)  # so that nobody waits long for the others
+        for tensor in tensors:
+            sent = tensor.contiguous()
+            self._done(dist.broadcast(_bytes(sent), FIRST, group=self._group(sent), async_op=True))
+            if sent is not tensor:
+                tensor.copy_(sent)
 
     def of_others(self, own: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> dict[str, dict[str, Tensor]]:
         layouts = self.exchange({path: {n: (t.shape, t.dtype) for n, t in tensors.items()} for path, tensors in own.items()})
@@ -217,22 +240,33 @@ class Together(Processes):
             packed = torch.empty(size, dtype=torch.uint8, device=device)
             if owner == self.rank and own:
                 torch.cat([_bytes(t.to(device)) for tensors in own.values() for t in tensors.values()], out=packed)
-            dist.broadcast(packed, owner, group=self._group(packed))
+            self._done(dist.broadcast(packed, owner, group=self._group(packed), async_op=True))
             if owner != self.rank:
                 found |= _unpacked(packed, layout)
         return found
 
     def _total(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group(tensor))
+        self._done(dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group(tensor), async_op=True))
         return tensor
 
     def _most(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group(tensor))
+        self._done(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group(tensor), async_op=True))
         return tensor
 
+    def _done(self, work: dist.Work | None) -> None:
+        """Wait for an exchange of tensors. Raises Failed as soon as another process is known to have failed, for it will not come."""
+        assert work is not None  # of a group that this process is a member of
+        while not work.is_completed():
+            self._words.check()
+            time.sleep(GLANCE)
+        try:
+            work.wait()
+        except RuntimeError as e:
+            self._words.check()
+            raise Lost(f"an exchange of tensors with the other processes was cut short: {e}") from e
+
     def _group(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """None is the default group, whose backend knows the device."""
-        return self._words if tensor.device.type == "cpu" else None
+        return self._tensors if tensor.device.type == "cpu" else None
 
 
 def joined() -> Processes:
@@ -253,16 +287,39 @@ def launched(device: str) -> Iterator[Launched]:
     """Within this, the processes that torchrun started are torch.distributed's default group, where it started any.
 
     device: ``cpu``, or ``cuda``, of which each process takes its own. Raises ValueError for a GPU by number, and for too few GPUs.
+    What goes wrong is raised in one process, for one message on the terminal; the others end with SystemExit.
     """
     if not dist.is_available() or not dist.is_torchelastic_launched():
         yield Launched(device, True)
         return
-    gpu = _own_gpu(device) if torch.device(device).type == "cuda" else None
-    dist.init_process_group("gloo" if gpu is None else "nccl")
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    with _said_once(store):
+        gpu = _own_gpu(device) if torch.device(device).type == "cuda" else None
+        dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size)
+        try:
+            yield Launched(device if gpu is None else str(gpu), rank == FIRST)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _said_once(store: dist.Store) -> Iterator[None]:
+    """Let one of the processes with the same error raise it, and none that only followed another; those end quietly."""
     try:
-        yield Launched(device if gpu is None else str(gpu), dist.get_rank() == FIRST)
-    finally:
-        dist.destroy_process_group()
+        yield
+    except Exception as e:
+        follows = isinstance(e, Failed) and not isinstance(e, Lost)
+        if follows or _is_said(store, described(e)):
+            raise SystemExit(2) from e
+        raise
+
+
+def _is_said(store: dist.Store, message: str) -> bool:
+    """Whether another process was the first to ask this; False where what counts is gone with its process."""
+    try:
+        return store.add(f"said/{message}", 1) > 1
+    except dist.DistError:
+        return False
 
 
 def _own_gpu(device: str) -> torch.device:
@@ -275,10 +332,26 @@ def _own_gpu(device: str) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _raise_failures(said: Sequence[tuple[Any, str | None]]) -> None:
-    failures = [f"process {rank} failed: {failure}" for rank, (_, failure) in enumerate(said) if failure is not None]
-    if failures:
-        raise Failed("\n".join(failures))
+def described(error: BaseException) -> str:
+    """An error in words; by its kind too where nobody foresaw it."""
+    return str(error) if isinstance(error, FORESEEN) else f"{type(error).__name__}: {error}"
+
+
+def _cpu_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)  # of which every process is a member
+    return group
+
+
+def _marked(mark: Path) -> str:
+    """Write a word that is nowhere else."""
+    word = uuid.uuid4().hex
+    mark.write_text(word)
+    return word
+
+
+def _content(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from zoo.quantize.flow import siblings
 from zoo.quantize.report import Row
 from zoo.quantize.stats.hessian import Hessian, relative_output_error
 from zoo.storages import set_storage
+from zoo.weights import folded
 
 
 def quantize_module(model: Model, path: str, method: Quantizer, hessian: Hessian | None, least_tokens: int = 1) -> Row:
@@ -30,6 +31,20 @@ def quantize_module(model: Model, path: str, method: Quantizer, hessian: Hessian
     if few and hessian is not None:
         result.facts["few_tokens"] = f"{hessian.tokens}, at least {least_tokens} are wanted"
     return put(model, path, method, weight, result, hessian, time.perf_counter() - start)
+
+
+def check_weights(model: Model, paths: Iterable[str]) -> None:
+    """Raise ValueError, before any module is replaced, for damaged weights of a model in memory; those in files are checked as they come.
+
+    paths: of the modules to quantize. What only the calibration data can show, a damaged embedding, shows before the first module.
+    """
+    for path in paths:
+        if not linear(model, path).weight.is_meta:
+            checked_weight(model, path)
+    others = ((name, tensor) for name, tensor in model.named_parameters() if not name.startswith("embed."))
+    damaged = [name for name, tensor in others if not tensor.is_meta and tensor.isnan().any()]
+    if damaged:
+        raise ValueError(f"{folded(damaged)}: the weights hold NaN; the checkpoint is damaged or was cast to a dtype too small for it")
 
 
 def checked_weight(model: Model, path: str) -> Tensor:

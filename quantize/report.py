@@ -89,7 +89,8 @@ class Report:
                 "budget": self.budget and self.budget.to_dict()}  # fmt: skip
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        """Numbers that are NaN or infinite, which JSON has not, are null."""
+        return json.dumps(_plain(self.to_dict()), indent=2, allow_nan=False) + "\n"
 
     def table(self) -> Table:
         """The rows and totals for a terminal (``rich.print(report.table())``); the experts of a layer are one row."""
@@ -139,9 +140,11 @@ class Group:
 
     @property
     def tokens(self) -> str:
-        """Of the module, or of the experts that saw the fewest and the most."""
-        found = sorted({row.tokens or 0 for row in self.rows if row.tokens is not None or len(self.rows) > 1})
-        return " to ".join(f"{n:,}" for n in dict.fromkeys((found[0], found[-1]))) if found else "-"
+        """Of the module, or of the experts that saw the fewest and the most; "-" without data, while experts without any saw 0."""
+        if all(row.tokens is None for row in self.rows):
+            return "-"
+        found = sorted(row.tokens or 0 for row in self.rows)
+        return " to ".join(f"{n:,}" for n in dict.fromkeys((found[0], found[-1])))
 
     def error(self, measure: Measure) -> float | None:
         """The mean over the rows that have one."""
@@ -185,6 +188,15 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
         where = place(row.module) or row.module
         found.setdefault((where, row.method, json.dumps(row.settings, sort_keys=True)), []).append(row)
     return [Group(tuple(group)) for group in found.values()]
+
+
+def _plain(data: Any) -> Any:
+    """Plain data with None in place of numbers that are NaN or infinite."""
+    if isinstance(data, dict):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _rms(values: list[float]) -> float | None:

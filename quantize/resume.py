@@ -3,7 +3,7 @@
 ``fingerprint.json`` says what is computed. Each finished stage (a layer) leaves one file with its packed tensors and report rows;
 ``hidden.safetensors`` holds the activations that enter the next one. Every file is written under another name and renamed, the
 stage's before the activations', so at any moment the folder is one that a run can continue from. A file that is damaged all the same
-(the disk was full, the power failed) costs only its own stage, which is computed anew.
+(the disk was full, the power failed) costs only its own stage, which is computed anew. One run at a time holds the folder by a lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,39 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.quantize.report import Change, Row
+from zoo.replacing import LOCK, locked
 
 FINGERPRINT, HIDDEN = "fingerprint.json", "hidden.safetensors"
+SCRATCH = "fingerprint.tmp"  # there where a run was killed before it was renamed
+NAMED = 8  # of a folder's files, in a message
+
+
+def reserved(folder: Path) -> AbstractContextManager[None]:
+    """Within this, no other run has the folder, see ``zoo.replacing.locked``; for the one process of a run that writes.
+
+    Raises ValueError for a folder of other files.
+    """
+    if folder.is_dir() and not (folder / FINGERPRINT).exists():
+        others = sorted(p.name for p in folder.iterdir() if p.name not in (SCRATCH, LOCK))
+        if others:
+            raise ValueError(
+                f"{folder} is where finished layers are kept, and holds other files: {', '.join(others[:NAMED])}; move them away, or "
+                "choose another place"
+            )
+    return locked(folder, "where finished layers are kept")
 
 
 class WorkDir:
-    """Stages finished so far. Raises ValueError, naming what differs, for a folder of another quantization."""
+    """Stages finished so far, in a folder that is there. Raises ValueError, naming what differs, for one of another quantization."""
 
-    def __init__(self, folder: str | Path, fingerprint: Mapping[str, Any]):
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]):
+        self.folder = folder
         path = self.folder / FINGERPRINT
         text = json.dumps(fingerprint, indent=2, sort_keys=True) + "\n"
         if path.exists():
             self._compare(_read_fingerprint(path), json.loads(text))
         else:
-            scratch = path.with_suffix(".tmp")  # there already where a run was killed before it was renamed
-            if any(other != scratch for other in self.folder.iterdir()):
-                raise ValueError(f"{self.folder} holds other files; give an empty folder as work_dir")
+            scratch = self.folder / SCRATCH
             scratch.write_text(text)
             scratch.replace(path)
 
@@ -86,7 +102,8 @@ class WorkDir:
         ]
         if differ:
             raise ValueError(
-                f"{self.folder} belongs to another quantization: {'; '.join(differ)}. Give another work_dir, or the same settings"
+                f"{self.folder} belongs to another quantization: {'; '.join(differ)}. Give the same settings, choose another place, or "
+                "delete that folder to begin again"
             )
 
 
@@ -94,9 +111,9 @@ def _read_fingerprint(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
-        raise ValueError(f"{path} is damaged ({e}); delete the folder {path.parent} to begin again, or give another work_dir") from None
+        raise ValueError(f"{path} is damaged ({e}); delete the folder {path.parent} to begin again, or choose another place") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is of no quantization; delete the folder {path.parent} to begin again, or give another work_dir")
+        raise ValueError(f"{path} is of no quantization; delete the folder {path.parent} to begin again, or choose another place")
     return found
 
 

@@ -27,6 +27,7 @@ KEEP = "keep"
 KEPT = ("embed.*", "head.*", "*router*", "*.kv_up", "*.kv_up.*")  # by default; a rule may quantize them all the same
 
 Settings = dict[str, Any]
+QuantizerLike = str | Mapping[str, Any] | Quantizer
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Rule:
         return any(name is not None and fnmatch.fnmatchcase(name, self.pattern) for name in names)
 
 
-def quantizer(method: str | Quantizer, options: Mapping[str, Any]) -> Quantizer:
+def quantizer(method: QuantizerLike, options: Mapping[str, Any]) -> Quantizer:
     """A checked method by name and options. Raises SpecError with the nearest word for each mistake."""
     return _checked(load(Quantizer, _named(method) | dict(options)))
 
@@ -98,9 +99,9 @@ def _settings(path: str, name: str | None, base: Settings, rules: Sequence[Rule]
     return settings
 
 
-def _named(method: str | Quantizer) -> Settings:
-    found = method if isinstance(method, str) else dump(method)
-    return {"name": found} if isinstance(found, str) else found
+def _named(method: QuantizerLike) -> Settings:
+    found = dump(method) if isinstance(method, Quantizer) else method
+    return {"name": found} if isinstance(found, str) else dict(found)
 
 
 def _checked(method: Quantizer) -> Quantizer:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.arguments import check_arguments
 from zoo.components.contracts import Step
 from zoo.components.spec import dump
 from zoo.installed import version
@@ -31,12 +32,12 @@ from zoo.quantize.capture import every_expert, second_moments
 from zoo.quantize.contracts import Block, BlockwiseQuantizer, Quantizer
 from zoo.quantize.distributed import Processes, joined
 from zoo.quantize.estimate import cost_of, estimate, place
-from zoo.quantize.modules import checked_weight, fitted, put, quantize_module, replace_linear, stored
+from zoo.quantize.modules import check_weights, checked_weight, fitted, put, quantize_module, replace_linear, stored
 from zoo.quantize.preparation import Preparation, TransformLike, spec_after, stage_tensors, wanted_transforms
 from zoo.quantize.progress import progress as show_progress
 from zoo.quantize.report import Change, Report, Row
-from zoo.quantize.resume import WorkDir
-from zoo.quantize.rules import check_data, plan, quantizer, shared_weights
+from zoo.quantize.resume import WorkDir, reserved
+from zoo.quantize.rules import QuantizerLike, check_data, plan, quantizer, shared_weights
 from zoo.quantize.scaling import Surroundings
 from zoo.quantize.stage import Stage, arrange, load, stages
 from zoo.quantize.stats.hessian import Hessian
@@ -45,7 +46,7 @@ from zoo.weights import folded, linear_names, linears
 
 
 @torch.no_grad()
-def quantize(model: Model, method: str | Quantizer = "gptq", *, transforms: Sequence[TransformLike] = (),
+def quantize(model: Model, method: QuantizerLike = "gptq", *, transforms: Sequence[TransformLike] = (),
              calibration: Calibration | None = None, samples: int | None = None, length: int | None = None, seed: int = 0,
              rules: Sequence[str] = (), choices: Sequence[int] | None = None, true_sequential: bool = False, least_tokens: int = 1,
              all_experts: bool = False, work_dir: str | Path | None = None, offload: str | Path | None = None, progress: bool = True,
@@ -70,9 +71,14 @@ def quantize(model: Model, method: str | Quantizer = "gptq", *, transforms: Sequ
     Inside an initialised group of torch.distributed, where every process calls this with the same model and settings, they share the
     work, see ``zoo.quantize.distributed``; each returns the same model.
 
-    Raises SpecError or ValueError for mistakes in any of these, and NotEnoughMemory, before work starts.
+    Raises SpecError, ValueError or TypeError for mistakes in any of these, BlockingIOError while another run has work_dir, and
+    NotEnoughMemory, before work starts.
     """
     with joined() as processes:
+        check_arguments(quantize, {"method": method, "transforms": transforms, "rules": rules, "choices": choices, "seed": seed,
+                                   "true_sequential": true_sequential, "least_tokens": least_tokens, "all_experts": all_experts,
+                                   "work_dir": work_dir, "offload": offload, "progress": progress})  # fmt: skip
+        place_of_work, folder = _place("work_dir", work_dir), _folder(offload)
         model.check_whole("quantizing")
         data = partial(windows, model, calibration, samples, length, seed)
         budget = processes.decided(lambda: budgeted(model, method, options, choices, rules, data))
@@ -84,6 +90,7 @@ def quantize(model: Model, method: str | Quantizer = "gptq", *, transforms: Sequ
         chosen = plan(planned, chosen_method, rules, names)
         wanted = wanted_transforms(transforms, chosen.values())
         shared_weights(model, planned, chosen)
+        check_weights(model, chosen)
         preparation = Preparation(model, wanted, chosen)
         settings = {"method": dump(chosen_method), "transforms": [dump(t) for t in wanted], "rules": list(rules),
                     "true_sequential": true_sequential, "least_tokens": least_tokens, "all_experts": all_experts,
@@ -96,14 +103,13 @@ def quantize(model: Model, method: str | Quantizer = "gptq", *, transforms: Sequ
             processes.check_windows(len(ids))
             settings |= {"samples": len(ids), "length": ids.shape[1], "seed": seed, "tokens": _digest([ids.numpy().tobytes()])}
         shape = None if ids is None else (ids.shape[0], ids.shape[1])
-        folder = _folder(offload)
         cost = estimate(model, chosen, shape, wanted, folder, processes, work_dir is not None)
         cost.check()
         checks = findings(planned, chosen, str(cost))
         start, kept = time.perf_counter(), tuple(path for path, _ in linears(model.spec) if path not in chosen)
-        work = _opened(work_dir, cache(partial(_fingerprint, model, settings)), processes)
-        run = _Run(model, chosen, preparation, ids, _Choices(true_sequential, least_tokens, all_experts), work, folder, processes)
-        rows = run.execute(progress and processes.first, checks)
+        with _opened(place_of_work, cache(partial(_fingerprint, model, settings)), processes) as work:
+            run = _Run(model, chosen, preparation, ids, _Choices(true_sequential, least_tokens, all_experts), work, folder, processes)
+            rows = run.execute(progress and processes.first, checks)
         return Report(tuple(rows), kept, settings, time.perf_counter() - start, tuple(preparation.changes), budget, checks)
 
 
@@ -196,6 +202,9 @@ class _Run:
         def run(x: Tensor, changed: Mapping[str, Tensor]) -> Tensor:
             return stage.run_with(x, Step.plain(0, len(x), x.shape[1], self.device), changed)
 
+        if not between["reference"].isfinite().all():
+            raise ValueError(f"{stage.name}: its outputs on the calibration data hold NaN or infinity; load the model in a wider dtype "
+                             "(bfloat16 or float32), or look for damaged weights in it")  # fmt: skip
         block = Block(weights, methods, between["hidden"], between["reference"], run, hessians)
         results = next(iter(methods.values())).quantize_block(block)
         each = (time.perf_counter() - start) / len(methods)
@@ -267,16 +276,28 @@ class _Run:
         return {"hidden": hidden} | ({"reference": hidden.clone()} if self.blockwise else {})
 
 
-def _opened(folder: str | Path | None, fingerprint: Callable[[], dict[str, Any]], processes: Processes) -> WorkDir | None:
-    """The folder to continue from, which the first process makes. Raises ValueError where processes were not given the same."""
+@contextmanager
+def _opened(folder: Path | None, fingerprint: Callable[[], dict[str, Any]], processes: Processes) -> Iterator[WorkDir | None]:
+    """The folder to continue from, which the first process makes and holds. Raises ValueError where processes were not given the same."""
     processes.check_same(lambda: fingerprint() | {"work_dir": str(folder)})
-    return None if folder is None else processes.in_turn(lambda: WorkDir(folder, fingerprint()))
+    if folder is None:
+        yield None
+        return
+    with reserved(folder) if processes.first else nullcontext():
+        yield processes.in_turn(lambda: WorkDir(folder, fingerprint()))
 
 
 def _folder(offload: str | Path | None) -> Path | None:
-    if offload is not None and not Path(offload).is_dir():
-        raise ValueError(f"offload: {offload} is not a folder; make it, on a disk with room for the activations")
-    return None if offload is None else Path(offload)
+    folder = _place("offload", offload)
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"offload: {folder} is not a folder; make it, on a disk with room for the activations")
+    return folder
+
+
+def _place(name: str, given: str | Path | None) -> Path | None:
+    if given == "":
+        raise ValueError(f"{name} is empty; name a folder, or leave it out")
+    return None if given is None else Path(given).expanduser()
 
 
 def _words(rows: Sequence[Row]) -> str:

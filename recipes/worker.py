@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ from zoo.eval.images import image_accuracy, joined
 from zoo.eval.results import Results, Variant, save_results, variant
 from zoo.loading import load
 from zoo.model import Model, ModelSpec
-from zoo.quantize import calibrate_cache, quantize, verify
+from zoo.quantize import calibrate_cache, quantize
 from zoo.quantize.calibration import windows
 from zoo.quantize.preparation import spec_after
 from zoo.quantize.rules import plan
 from zoo.recipes.recipe import Measure
 from zoo.recipes.recipe import Variant as Wanted
 from zoo.recipes.runner import Order
-from zoo.saving import save
+from zoo.saving import check_saved, save
 from zoo.weights import linear_names
 
 
@@ -79,7 +80,7 @@ def make(order: Order) -> None:
         with clock.stage("calibrate the cache"):
             calibrate_cache(model, wanted.calibrated_cache, **data, progress=False)
     with clock.stage("save and read back"):
-        save(model, order.folder, overwrite=True, check=lambda folder: verify(model, folder))
+        save(model, order.folder, overwrite=True, check=partial(check_saved, model))
     order.leave({"modules": rows, "seconds": clock.seconds, "spec": dump(model.spec), "disk_bytes": disk_bytes(order.folder)})
     shutil.rmtree(order.work, ignore_errors=True)
 

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from zoo.commands import comparing, converting, declarations, hub, measuring, quantizing, recipe, running
+from zoo.commands.options import with_home
 
 app = typer.Typer(help="Models composed of swappable parts, quantized and judged.", no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False)  # fmt: skip
@@ -28,7 +29,7 @@ COMMANDS = {
     "run": recipe.run_recipe,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name)(with_home(command))
 
 
 def main() -> None:

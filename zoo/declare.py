@@ -48,11 +48,10 @@ def checkpoint_spec(reference: str | Path) -> ModelSpec:
     from zoo.checkpoint import open_checkpoint, read_config
     from zoo.family import family_for
     from zoo.loading import read_spec
-    from zoo.storages import readable
 
     config, tensors = read_config(reference), None
     if "quantization_config" in config:
-        checkpoint = readable(open_checkpoint(reference))
+        checkpoint = open_checkpoint(reference)
         config, tensors = checkpoint.config, checkpoint.tensors()
     return read_spec(family_for(config, str(reference)), config, str(reference), tensors=tensors)[0]
 
@@ -77,10 +76,10 @@ def read_yaml(path: Any) -> Any:
 def build(model: str | Path | Mapping[str, Any] | ModelSpec, *edits: str, dtype: str | torch.dtype = "float32",
           device: str | torch.device = "cpu", seed: int = 0) -> Model:  # fmt: skip
     """A model with fresh random weights (PyTorch's default initialisation under ``seed``)."""
-    from zoo.loading import check_memory, parse_dtype
+    from zoo.loading import check_memory, parse_device, parse_dtype
 
     wanted = spec(model, *edits)
-    kind, place = parse_dtype(dtype, torch.float32), torch.device(device)
+    kind, place = parse_dtype(dtype, torch.float32), parse_device(device)
     check_memory(wanted, kind, place, str(model) if isinstance(model, str) else "the spec")
     with torch.random.fork_rng(), torch.device(place):
         torch.manual_seed(seed)

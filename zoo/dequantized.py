@@ -5,7 +5,8 @@ Each method here turns the tensors on disk into those that an unquantized checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from zoo.components.spec import TensorInfo
 from zoo.wrapped import Wrapped
 
 Infos = Mapping[str, TensorInfo]
+INPUT_SCALE = re.compile(r"[._](input|activation)_(global_)?(scale|multiplier|divisor)$")  # in the words of all formats
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,24 @@ class Packed:
 
 
 class Dequantized(Wrapped):
-    """``inner`` with plain weights in place of packed ones, and a config without ``quantization_config``."""
+    """``inner`` with plain weights in place of packed ones, and a config without ``quantization_config``.
 
-    def __init__(self, inner: Checkpoint, packed: Mapping[str, Packed]):
+    idle: tensors of ``inner`` that are no weights, and are not seen here.
+    """
+
+    def __init__(self, inner: Checkpoint, packed: Mapping[str, Packed], idle: Collection[str] = ()):
         super().__init__(inner)
-        self._packed = packed
+        self._packed, self._idle = packed, idle
         self.config = {k: v for k, v in inner.config.items() if k != "quantization_config"}
         self.dtype = inner.dtype if inner.dtype.itemsize > 1 else torch.bfloat16
 
+    @property
+    def parts(self) -> set[str]:
+        """Names in ``inner`` of what plain weights are made of, or have no use for."""
+        return {name for p in self._packed.values() for name in p.parts}
+
     def tensors(self) -> Infos:
-        used = {name for p in self._packed.values() for name in p.parts}
+        used = self.parts.union(self._idle)
         kept = {n: t for n, t in self.inner.tensors().items() if n not in used}
         return kept | {n: p.info for n, p in self._packed.items()}
 
@@ -52,6 +62,16 @@ class Dequantized(Wrapped):
     def release(self, name: str) -> None:
         for part in self._packed[name].parts if name in self._packed else (name,):
             self.inner.release(part)
+
+
+def input_scales(checkpoint: Checkpoint) -> list[str]:
+    """Names in the files of scales that packed modules round their inputs by, which plain ones take as they are."""
+    found: set[str] = set()
+    while isinstance(checkpoint, Wrapped):
+        if isinstance(checkpoint, Dequantized):
+            found |= {name for name in checkpoint.parts if INPUT_SCALE.search(name)}
+        checkpoint = checkpoint.inner
+    return sorted(found)
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
@@ -104,6 +124,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 def fp8(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
     """``NAME`` float8 [..., rows, columns] times ``NAME_scale_inv``: one number for each block of ``weight_block_size``, or one for all.
 
+    What inputs are scaled by, ``activation_scale`` beside a module's weight or ``NAME_activation_scale``, is no part of a weight.
     DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Blocks at the edges may be cut.
     """
     size = config.get("weight_block_size")
@@ -119,7 +140,9 @@ def fp8(config: Mapping[str, Any], tensors: Infos) -> dict[str, Packed]:
         grid = () if size is None else (*shape[:-2], *(-(-n // block) for n, block in zip(shape[-2:], size, strict=True)))
         if scales not in tensors or tensors[scales].shape not in ((grid,) if size else ((), (1,))):
             raise ValueError(f"{scales} must be there, {list(grid)}, for {name} {list(shape)}; download the files again")
-        found[name] = Packed((name, scales), TensorInfo(shape, "float32"), lambda weight, scale: from_fp8(weight, scale, size))
+        inputs = f"{name}_activation_scale" if f"{name}_activation_scale" in tensors else f"{name.removesuffix('weight')}activation_scale"
+        parts = (name, scales, *(n for n in (inputs,) if n in tensors))
+        found[name] = Packed(parts, TensorInfo(shape, "float32"), lambda weight, scale, *_: from_fp8(weight, scale, size))
     return found
 
 

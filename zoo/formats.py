@@ -7,7 +7,7 @@ nothing of models. ``zoo.load`` and ``zoo.save`` ask the registry for the format
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -57,7 +57,10 @@ class Format(Spec):
 
     @abstractmethod
     def decode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
-        """Tensors on disk (keyed by disk_names) -> tensors of our module (keyed as its state dict). Raises ValueError on bad shapes."""
+        """Tensors on disk (keyed by disk_names) -> tensors of our module (keyed as its state dict).
+
+        Raises ValueError for shapes, dtypes and values that do not fit, see ``check_values``.
+        """
 
     @abstractmethod
     def encode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
@@ -73,13 +76,28 @@ class Format(Spec):
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], *, floats: Sequence[str] = ("scales",)) -> None:
-    """Raise ValueError for a tensor on disk of another shape, and for one that is not int32 where it is none of ``floats``."""
+    """Raise ValueError for a tensor on disk of another shape, for one of ``floats`` that is none, and for another that is not int32."""
+    check_floats(floats, tensors)
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             given = list(tensors[name].shape)
             raise ValueError(f"{name} is {given}, it must be {list(shape)}; quantization_config says how many bits and groups there are")
         if name not in floats and tensors[name].dtype != torch.int32:
             raise ValueError(f"{name} is {str(tensors[name].dtype).removeprefix('torch.')}, it must be int32")
+
+
+def check_floats(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a scale on disk, of those that are there, that is no floating-point number of 16 bits or more."""
+    for name in (n for n in names if n in tensors):
+        if not tensors[name].is_floating_point() or tensors[name].itemsize == 1:
+            raise ValueError(f"{name} is {str(tensors[name].dtype).removeprefix('torch.')}, it must be floating-point of 16 bits or more")
+
+
+def check_values(storage: Linear, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    """Raise ValueError for values that no weight of a storage can have. tensors: as our module names them. names: theirs, on disk."""
+    faults = [f"{names.get(name, name)} {reason}" for name, reason in storage.faults(tensors)]
+    if faults:
+        raise ValueError(f"{'; '.join(faults)}; the file is damaged: download it again, or quantize the model anew")
 
 
 def check_tensors(infos: Mapping[str, TensorInfo], tensors: Mapping[str, Tensor], what: str) -> None:

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +31,7 @@ from zoo.weights import written_out
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
+NAMED = 8  # tensors, in a message
 FLOATS = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
 
@@ -101,7 +103,10 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Block]]:
         if not isinstance(align, int) or align < 1:
             raise CheckpointError(f"{path.name}: general.alignment is {align!r}")
         start = -(-file.tell() // align) * align
-    return metadata, _blocks(raw, start, header)
+    blocks = _blocks(raw, start, header)
+    _check_kinds(blocks, header)
+    _check_places(blocks, start, align, header)
+    return metadata, blocks
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -126,13 +131,45 @@ def _blocks(raw: list[tuple[str, tuple[int, ...], int, int]], start: int, header
         count = math.prod(shape)
         if name in blocks or shape[-1] % elements:
             raise CheckpointError(f"{header.name}: tensor {name} {'appears twice' if name in blocks else f'has rows of {shape[-1]}'}")
-        block = Block(shape, GGMLQuantizationType(kind), start + offset, count // elements * size)
+        blocks[name] = Block(shape, GGMLQuantizationType(kind), start + offset, count // elements * size)
+    return blocks
+
+
+def _check_places(blocks: Mapping[str, Block], start: int, align: int, header: _Header) -> None:
+    """Raise CheckpointError for a tensor that is not aligned, ends beyond the file, or has bytes of another one."""
+    end, before = start, ""
+    for name, block in sorted(blocks.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+        at = f"{header.name}: tensor {name} begins at byte {block.offset}"
+        if (block.offset - start) % align:
+            raise CheckpointError(f"{at}, {block.offset - start} after the header, which is no multiple of general.alignment {align}; "
+                                  "the file is damaged: download it again")  # fmt: skip
         if block.offset + block.bytes > header.size:
             raise CheckpointError(
                 f"{header.name}: the file is cut short: tensor {name} ends at {block.offset + block.bytes} of {header.size}"
             )
-        blocks[name] = block
-    return blocks
+        if block.offset < end:
+            raise CheckpointError(f"{at}, inside tensor {before}, which ends at {end}; the file is damaged: download it again")
+        end, before = block.offset + block.bytes, name
+
+
+def _check_kinds(blocks: Mapping[str, Block], header: _Header) -> None:
+    """Raise CheckpointError, naming all of them, for tensors whose blocks cannot be decoded."""
+    wrong = [f"{name} ({block.kind.name})" for name, block in blocks.items() if not decodable(block.kind)]
+    if wrong:
+        known = ", ".join(kind.name for kind in GGML_QUANT_SIZES if decodable(kind))
+        more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        raise CheckpointError(f"{header.name}: {', '.join(wrong[:NAMED])}{more}: blocks that cannot be decoded to weights; "
+                              f"known: {known}. Take or make a file in one of these")  # fmt: skip
+
+
+@cache
+def decodable(kind: GGMLQuantizationType) -> bool:
+    """Whether the library turns blocks of a kind into numbers; it says so only where it is asked to."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class GGUFCheckpoint(Checkpoint, Described):

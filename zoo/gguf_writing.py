@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from zoo.gguf_metadata import Planned, architecture_name, plan
 from zoo.gguf_tokenizers import to_gguf
 from zoo.layouts import rope_rows
 from zoo.model import Model
+from zoo.replacing import beside
 from zoo.storages import plain_spec
 from zoo.weights import Entry, entries, linears
 from zoo.wrapped import Wrapped
@@ -66,9 +66,8 @@ def write(model: Model, path: Path, family: Family, blocks: str | None, check: C
     weights = planned_weights(model, family, name, blocks)
     planned = plan(plain_spec(model.spec), family, {weight.name: weight.shape for weight in weights})
     tokens = tokenizer_keys(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
-        scratch = Path(aside) / path.name
+    with beside(path) as aside:
+        scratch = aside / path.name
         _write(model, scratch, planned, weights, tokens)
         if check is not None:
             check(scratch)

@@ -11,38 +11,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from zoo.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from zoo.arguments import check_arguments
+from zoo.checkpoint import FLOATS, Checkpoint, CheckpointError, open_checkpoint
 from zoo.components import registry
-from zoo.components.contracts import Prepared, unfilled
+from zoo.components.contracts import Prepared, StoredLinear, unfilled
 from zoo.components.spec import Spec, SpecError, TensorInfo, check, dump, override
 from zoo.components.spec import load as load_spec
-from zoo.dequantized import Dequantized
+from zoo.config_checks import check_config, check_experts
+from zoo.dequantized import input_scales
 from zoo.family import Family, family_for
 from zoo.formats import Format
 from zoo.kv_scales import is_scale, with_declared, with_stored
 from zoo.model import Model, ModelSpec
 from zoo.renamed import Renamed
-from zoo.storages import Quantized, format_for, idle_bias, packed_modules, plain_spec, quantized_spec, readable, without_rest
-from zoo.weights import Entry, below, check_names, entries, fill, folded
+from zoo.storages import Quantized, format_for, idle_bias, plain_spec, quantized_spec, unpacked, without_rest
+from zoo.weights import Entry, Rule, below, check_names, entries, fill, folded
 
 if TYPE_CHECKING:
-    from zoo.placement import DeviceMap, Plan
+    from zoo.placement import Plan
 
+DeviceMap = Literal["auto", "balanced"] | Mapping[str, int | str | torch.device]
 GIB = 1 << 30
-MOST_LAYERS, MOST_EXPERTS = 2_000, 50_000  # of a model
-PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
-FLAGS = {
-    "true": "true",
-    "false": "false",
-    "yes": "true",
-    "no": "false",
-    "1": "true or 1",
-    "0": "false or 0",
-}  # texts where no text is meant
 NAMED = 8  # tensors, in a warning
 GLANCE = 1 << 18  # elements of a tensor that are looked at where it stays in its file, which is read in full when it is used
 
@@ -87,7 +80,7 @@ class Source:
                     for name in (n for n in entry.ours if below(prefix, n)):
                         tensor, label = stored_tensor(model, name), entry.theirs[0] if len(entry.theirs) == 1 else name
                         looked = tensor.view(-1)[:GLANCE] if self.checkpoint.holds(tensor) else tensor
-                        counts.append((label, pool.submit(not_finite, looked)))
+                        counts.append((label, pool.submit(not_finite, numbers(model, name, looked))))
 
                         if model.placement is not None:
                             counts[-1][1].result()  # else those that wait to be looked at would pile up in memory
@@ -124,33 +117,33 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     reference: a local folder, a .gguf file, ``package:NAME/FILE``, or a hub id with optional ``@revision``. dtype: of the weights;
     "auto" is the checkpoint's own. override: one-line edits of the spec, as ``layers.*.mixer.kernel=eager``. lazy: leave the tensors
     on the meta device; ``zoo.weights.materialize`` loads them part by part. quantized: what becomes of quantized weights: they stay
-    packed as in the files, or are read as plain ones of ``dtype`` ("dequantize"), as those are whose format has no packed storage here.
+    packed as in the files, or are read as plain ones of ``dtype`` ("dequantize"), which take their inputs as they are; overrides are then
+    of the plain model. Weights that no packed storage here holds, as where one tensor is several, are plain in any case.
     device_map, max_memory: spread the model over GPUs, the CPU and the disk, see ``zoo.placement.plan``; weights on the CPU beside a
     GPU, and on disk in ``offload_folder``, are streamed to where they are used. ``device`` and ``lazy`` are for models at one place.
 
-    Raises CheckpointError for a checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not,
-    NotEnoughMemory before anything is read if the model cannot fit. Warns (UserWarning) of weights that are no part of the model, as a
-    vision tower, and of those that are NaN or infinite; of a large tensor that stays as it lies in its file, which is then read when it
-    is used, only the beginning is looked at.
+    Raises TypeError for arguments of another type, ValueError for devices and dtypes that are not there, CheckpointError for a
+    checkpoint that is absent, damaged or does not fit, SpecError for overrides that do not, NotEnoughMemory before anything is read if
+    the model cannot fit. Warns (UserWarning) of weights that are no part of the model, as a vision tower, of scales of inputs that
+    dequantized weights have no use for, and of weights that are NaN or infinite; of a large tensor that stays as it lies in its file,
+    which is then read when it is used, only the beginning is looked at.
     """
     if quantized not in get_args(Quantized):
         raise ValueError(f"quantized={quantized!r} is no choice{registry.nearest(str(quantized), get_args(Quantized))}")
-    check_placed(device, lazy, device_map, max_memory, offload_folder)
-    checkpoint = readable(open_checkpoint(reference), quantized)
-    family = family_for(checkpoint.config, checkpoint.reference)
-    kind, place = parse_dtype(dtype, checkpoint.dtype), torch.device(device)
-    spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
-    spec = with_stored(spec, checkpoint)
-    checkpoint = Renamed(checkpoint, family.known_as(checkpoint.tensors(), spec))
-    if quantized == "dequantize" and format is not None:
-        checkpoint = Dequantized(checkpoint, packed_modules(spec, family, format, checkpoint))
-        spec, format = plain_spec(spec), None
-    elif format is not None:
-        checkpoint = without_rest(checkpoint, spec, family)
-    table = entries(spec, family.rules_for(spec, checkpoint.tensors()), format)
-    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or family.leaves_out(name, spec)
-                or tied_copy(spec, table, checkpoint, name) or idle_bias(checkpoint, name)
-                or is_scale(name, checkpoint.config.get("quantization_config")))  # fmt: skip
+    check_options(override, device, lazy, device_map, max_memory, offload_folder)
+    place, checkpoint = parse_device(device), open_checkpoint(reference)
+    family, kind = family_for(checkpoint.config, checkpoint.reference), parse_dtype(dtype, checkpoint.dtype)
+    if quantized == "keep":
+        spec, format = read_spec(family, checkpoint.config, checkpoint.reference, override, checkpoint.tensors())
+        checkpoint, spec = arranged(checkpoint, spec, family, format)
+    else:
+        checkpoint, spec = dequantized(checkpoint, family, kind)
+        spec, format = edited(spec, override, checkpoint.reference), None
+        checkpoint = Renamed(checkpoint, family.known_as(checkpoint.tensors(), spec))
+    table = table_of(checkpoint, spec, family, family.rules_for(spec, checkpoint.tensors()), format)
+    if scales := input_scales(checkpoint):
+        warnings.warn(f"{checkpoint.reference}: dequantized weights take their inputs as they are, and the {len(scales)} scales that "
+                      f"inputs are rounded by are left out: {folded(scales)}", stacklevel=2)  # fmt: skip
     left = sorted(name for name in checkpoint.tensors() if family.leaves_out(name, spec))
     if left:
         warnings.warn(
@@ -169,12 +162,45 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     return model.eval()
 
 
-def check_placed(device: str | torch.device, lazy: bool, device_map: object, max_memory: object, offload_folder: object) -> None:
-    """Raise ValueError for options of a spread model without a device_map, and for those that it excludes."""
+def arranged(checkpoint: Checkpoint, spec: ModelSpec, family: Family, format: Format | None) -> tuple[Checkpoint, ModelSpec]:
+    """The checkpoint under the names of the family's table, without quantized weights that no module keeps packed, and the whole spec."""
+    spec = with_stored(spec, checkpoint)
+    named = Renamed(checkpoint, family.known_as(checkpoint.tensors(), spec))
+    return (named if format is None else without_rest(named, spec, family)), spec
+
+
+def dequantized(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) -> tuple[Checkpoint, ModelSpec]:
+    """The checkpoint and the spec that it declares, with plain weights of ``dtype``."""
+    spec, format = read_spec(family, checkpoint.config, checkpoint.reference, (), checkpoint.tensors())
+    found, spec = arranged(checkpoint, spec, family, format)
+    if format is None:
+        return found, spec
+    rules = family.rules_for(spec, found.tensors())
+    table = table_of(found, spec, family, rules, format)
+    read = {name for entry in table for name in entry.theirs}
+    idle = {name for name in found.tensors() if name not in read and not family.leaves_out(name, spec)}
+    plain = unpacked(found, spec, rules, table, dtype, idle)
+    return plain, plain_spec(spec)
+
+
+def table_of(checkpoint: Checkpoint, spec: ModelSpec, family: Family, rules: Sequence[Rule], format: Format | None) -> list[Entry]:
+    """Which tensor of the files is which of the model. Raises CheckpointError, naming all of them, for those that do not fit."""
+    table = entries(spec, rules, format)
+    check_names(spec, table, checkpoint, lambda name: family.ignores(name, spec) or family.leaves_out(name, spec)
+                or tied_copy(spec, table, checkpoint, name) or idle_bias(checkpoint, name)
+                or is_scale(name, checkpoint.config.get("quantization_config")))  # fmt: skip
+    return table
+
+
+def check_options(override: Sequence[str], device: str | torch.device, lazy: bool, device_map: DeviceMap | None,
+                  max_memory: Mapping[int | str, int | str] | None, offload_folder: str | Path | None) -> None:  # fmt: skip
+    """Raise TypeError for options of another type, ValueError for those of a spread model without a device_map, or that it excludes."""
+    maps = {} if isinstance(device_map, str) else {"device_map": device_map}  # of words, the nearest is named later
+    check_arguments(check_options, {"override": override, "max_memory": max_memory, "offload_folder": offload_folder, **maps})
     given = [n for n, v in (("max_memory", max_memory), ("offload_folder", offload_folder)) if v is not None]
     if device_map is None and given:
         raise ValueError(f"{' and '.join(given)} say how a model is spread; give device_map='auto' with them")
-    if device_map is not None and (lazy or torch.device(device) != torch.device("cpu")):
+    if device_map is not None and (lazy or str(device) != "cpu"):
         raise ValueError(f"device_map says where each part goes; leave {'lazy' if lazy else 'device'} out")
 
 
@@ -200,14 +226,24 @@ def stored_tensor(model: Model, name: str) -> torch.Tensor:
     return getattr(model.get_submodule(owner), leaf)
 
 
+def numbers(model: Model, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A stored tensor, or a part of it, as what its elements stand for where it packs floats."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return module.numbers(leaf, tensor) if isinstance(module, StoredLinear) else tensor
+
+
 def not_finite(tensor: torch.Tensor) -> int:
     """How many elements are NaN or infinite."""
     if not tensor.is_floating_point():
         return 0
-    wide = tensor if tensor.itemsize > 1 else tensor.float()  # few operators know 8-bit floats
-    if bool(wide.sum().isfinite()):  # NaN and infinity survive a sum, which needs one pass and no memory
+    if tensor.itemsize == 1:  # few operators know 8-bit floats, and as others they take four times the room: codes are counted
+        codes = torch.arange(256, dtype=torch.uint8, device=tensor.device)
+        counts = torch.bincount(tensor.view(torch.uint8).flatten(), minlength=256)
+        return int(counts[~codes.view(tensor.dtype).float().isfinite()].sum())
+    if bool(tensor.sum().isfinite()):  # NaN and infinity survive a sum, which needs one pass and no memory
         return 0
-    return int(wide.isfinite().logical_not_().sum())
+    return int(tensor.isfinite().logical_not_().sum())
 
 
 def finish(model: Model, prefix: str) -> None:
@@ -251,6 +287,11 @@ def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: 
         raise CheckpointError(f"{reference}: config.json cannot be understood: a list in it has too few entries ({e})") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as e:
         raise CheckpointError(f"{reference}: config.json cannot be understood: {e}") from None
+    return edited(spec, edits, reference), format
+
+
+def edited(spec: ModelSpec, edits: Sequence[str], reference: str) -> ModelSpec:
+    """The spec with the overrides, checked. Raises SpecError with every mistake."""
     try:
         spec = override(spec, *edits)
         problems = check(spec)
@@ -258,46 +299,7 @@ def read_spec(family: Family, config: Mapping[str, Any], reference: str, edits: 
         problems = e.errors
     if problems:
         raise SpecError([f"{reference}: {problem}" for problem in problems])
-    return spec, format
-
-
-def check_config(family: Family, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo] | None) -> None:
-    """Raise ValueError for what would be misread in silence, or cost a long time, before a spec is made of it.
-
-    That is, in config.json and in the objects inside it: numbers of layers that the files cannot hold, lists that leave layers out, and
-    words where true or false is meant.
-    """
-    most = MOST_LAYERS if tensors is None else min(MOST_LAYERS, sum(1 for t in tensors.values() if math.prod(t.shape)))
-    words = dict.fromkeys((family.spelling.get("num_hidden_layers", "num_hidden_layers"), "num_hidden_layers"))
-    for place, section in sections(config):
-        for key in (k for k, value in section.items() if isinstance(value, str) and value.lower() in FLAGS and k != "_name_or_path"):
-            raise ValueError(f"{place}{key} is the text {section[key]!r}; write {FLAGS[section[key].lower()]} without quotes")
-        for word in (w for w in words if isinstance(section.get(w), int)):
-            layers = section[word]
-            if not 0 < layers <= most:
-                why = "" if tensors is None else f"; the files have {len(tensors)} tensors, each layer needs one that holds values"
-                raise ValueError(f"{place}{word} is {layers}, it must lie in 1..{most}{why}")
-            for key in (k for k in PER_LAYER if section.get(k)):
-                if not isinstance(section[key], Sequence) or isinstance(section[key], str) or len(section[key]) < layers:
-                    raise ValueError(f"{place}{key} must be a list of an entry for each of {layers} layers, it is {section[key]!r:.80}")
-
-
-def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """config.json and the objects in it, each with the place before its fields' names; labels are free text and left out."""
-    yield "", config
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key not in ("id2label", "label2id", "zoo_spec"):
-            yield f"{key}.", value
-
-
-def check_experts(spec: ModelSpec, tensors: Mapping[str, TensorInfo] | None) -> None:
-    """Raise ValueError for more experts than the files can hold: each has a row of the width, of which an element packs at most 32."""
-    counts = [len(getattr(layer.mlp, "experts", ())) for layer in spec.layers]
-    values = math.inf if tensors is None else sum(math.prod(t.shape) for t in tensors.values())
-    if sum(counts) > MOST_EXPERTS:
-        raise ValueError(f"the layers have {sum(counts):,} experts together, a model has at most {MOST_EXPERTS:,}")
-    if isinstance(spec.width, int) and sum(counts) * spec.width > 32 * values:
-        raise ValueError(f"{sum(counts):,} experts of width {spec.width} are more than the files can hold, which have {values:,} values")
+    return spec
 
 
 def tied_copy(spec: ModelSpec, table: Sequence[Entry], checkpoint: Checkpoint, name: str) -> bool:
@@ -365,11 +367,24 @@ def container_bytes(group: Path) -> int:
 
 
 def parse_dtype(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    """The dtype that weights are to have. Raises ValueError for one that models do not compute in."""
     if dtype == "auto":
         return auto
-    kinds = ["float32", "bfloat16", "float16", "float64"]
-    if dtype not in kinds:
-        raise ValueError(f"no dtype named {dtype!r}{registry.nearest(dtype, ['auto', *kinds])}")
-    return getattr(torch, dtype)
+    word = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if word not in FLOATS:
+        near = registry.nearest(str(word), ["auto", *FLOATS])
+        raise ValueError(f"dtype={dtype!r} is none that weights can have{near}; known: auto, {', '.join(FLOATS)}")
+    return getattr(torch, word)
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """The device that a model is to lie on. Raises ValueError for one that is none, or that is not there."""
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    choices = f"here are {', '.join(['cpu', 'meta', *gpus])}"
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"device={device!r} is no device; give a text or a torch.device; {choices}")
+    try:
+        return torch.empty(0, device=device).device if torch.device(device).type != "cpu" else torch.device("cpu")
+    except (RuntimeError, AssertionError) as e:  # what torch raises where it is built without a kind of device
+        reason = str(e).partition("\n")[0]
+        raise ValueError(f"device={str(device)!r} cannot be used ({reason:.160}); {choices}") from None

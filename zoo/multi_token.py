@@ -18,7 +18,7 @@ from zoo.components.contracts import HeadModule, Linear, NoCache, Norm, Prepared
 from zoo.components.spec import Child, Spec, default
 from zoo.dequantized import dequantized
 from zoo.family import Family, family_for
-from zoo.loading import parse_dtype, read_spec
+from zoo.loading import parse_device, parse_dtype, read_spec
 from zoo.model import Layer, LayerSpec, ModelSpec
 from zoo.weights import Entry, fill_module, written_out
 
@@ -176,7 +176,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
 
     Raises CheckpointError for a checkpoint that has none, and where tensors are missing or do not fit.
     """
-    checkpoint = dequantized(open_checkpoint(reference))
+    place, checkpoint = parse_device(device), dequantized(open_checkpoint(reference))
     family, config = family_for(checkpoint.config, checkpoint.reference), checkpoint.config
     model, _ = read_spec(family, config, checkpoint.reference, tensors=checkpoint.tensors())
     stored = family.multi_token(config)
@@ -186,7 +186,7 @@ def load(reference: str | Path, *, dtype: str | torch.dtype = "auto", device: st
     check_depths(stored, table, checkpoint)
     with unfilled():
         module = stored.spec.build(width, index)
-    fill_module(module, stored.spec.tensors(width, index), table, checkpoint, parse_dtype(dtype, checkpoint.dtype), torch.device(device))
+    fill_module(module, stored.spec.tensors(width, index), table, checkpoint, parse_dtype(dtype, checkpoint.dtype), place)
     for part in module.modules():
         if isinstance(part, Prepared):
             part.prepare()

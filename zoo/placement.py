@@ -10,18 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import convert_file_size_to_int, get_balanced_memory, infer_auto_device_map
 
 from zoo.components import registry
 from zoo.components.contracts import unfilled
-from zoo.loading import GIB, NotEnoughMemory, available_bytes
+from zoo.loading import GIB, DeviceMap, NotEnoughMemory, available_bytes
 from zoo.model import ModelSpec
 
 Place = int | str
-DeviceMap = Literal["auto", "balanced"] | Mapping[str, int | str | torch.device]
 CPU, DISK = "cpu", "disk"
 PLANNED = ("auto", "balanced")
 HEADROOM = 0.9  # of a device's free memory, where no limit is given; the rest is for activations and caches

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.arguments import check_arguments
 from zoo.checkpoint import CheckpointError, NoTokenizer, read_json
 from zoo.components import registry
 from zoo.components.cache.dense import Dense
@@ -27,6 +28,8 @@ from zoo.formats import Format
 from zoo.kv_scales import declares, scheme, tensors
 from zoo.loading import NotEnoughMemory
 from zoo.model import Model, ModelSpec
+from zoo.replacing import NEW, beside, move_in
+from zoo.verification import Verified, verify
 from zoo.weights import SAME, Entry, entries, folded, linear_names, linears, not_together, stacked_names, written_out
 
 SHARD = 5_000_000_000  # bytes
@@ -38,12 +41,16 @@ NAMED = 8  # of a folder's entries, in a message
 
 @dataclass(frozen=True)
 class Saved:
-    """What was written. folder: the file, for GGUF. transformers: None where transformers loads it, else the reason why it does not."""
+    """What was written. folder: the file, for GGUF. transformers: None where transformers loads it, else the reason why it does not.
+
+    verified: what the comparison with the model in memory found, None where none was made.
+    """
 
     folder: Path
     files: list[str]
     bytes: int
     transformers: str | None = field(default=None)
+    verified: Verified | None = field(default=None)
 
 
 def save(model: Model, folder: str | Path, *, format: str | None = None, blocks: str | None = None, shard_bytes: int = SHARD,
@@ -53,7 +60,7 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
     format: how quantized linear modules are written, None: the first of FORMATS that holds them all. A folder that holds anything is
     refused unless ``overwrite``, which replaces a checkpoint whole; any other folder is refused all the same. Everything is written
     beside the folder first, ``check`` is called with what was written and may raise, and only then the new folder takes the place of the
-    old one; without it, quantized weights are read back and compared with the model (``zoo.quantize.verify``). A model that its family's
+    old one; without it, quantized weights are read back and compared with the model (``check_saved``). A model that its family's
     config cannot describe (a swapped pattern, say) is written with its spec in config.json; ``zoo.load`` reads it, transformers does
     not, and the result says why.
 
@@ -61,24 +68,27 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
     groups of 32 as q4_0 or q4_1, 8 bits as q8_0, MXFP4 as itself); blocks: what the others are rounded to (f32, bf16, f16, q8_0, q6_k,
     q5_0, q5_1, q4_k, q4_1, q4_0, mxfp4), None: the model's dtype. Embeddings and heads keep at least q6_k, vectors are float32.
 
-    Raises FileExistsError for a folder that may not be replaced, ValueError for a model that is not loaded, an unknown format and one
-    that cannot hold the model, all before anything is written.
+    Raises FileExistsError for a folder that may not be replaced, BlockingIOError while another process writes it, ValueError for a model
+    that is not loaded, an unknown format and one that cannot hold the model, all before anything is written.
     """
+    check_arguments(save, {"folder": folder, "format": format, "blocks": blocks, "shard_bytes": shard_bytes, "overwrite": overwrite})
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}; a tensor that is larger has a shard of its own")
     folder = Path(folder).expanduser()
     if format == GGUF:
         return _save_file(model, folder, blocks, shard_bytes, overwrite, check)
     if blocks is not None:
         raise ValueError(f"blocks={blocks!r} is for format='gguf'; {format or 'every other'} keeps weights as they are")
     check_folder(folder, overwrite)
+    check_not_read(model, folder)
     check_loaded(model)
     check_ties(model)
     family, written = family_of(model.spec), format_of(model.spec, format)
     config, reason = describe(model.spec, model.config, family, written)
     table = entries(model.spec, family.rules(model.spec), written)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    scratch = aside / "new"  # made by mkdir, so its mode is the umask's; that of mkdtemp is always 700
-    try:
+    with beside(folder) as aside:
+        check_folder(folder, overwrite)  # again: what a killed process had moved aside is back in its place
+        scratch = aside / NEW
         scratch.mkdir()
         (scratch / "config.json").write_text(json.dumps(config | {"torch_dtype": str(model.dtype).removeprefix("torch.")}, indent=2) + "\n")
         scales = tensors(model.spec, table) if declares(model.spec, written) else ()
@@ -88,20 +98,18 @@ def save(model: Model, folder: str | Path, *, format: str | None = None, blocks:
         write_extras(model, scratch)
         if written is not None:
             (scratch / "README.md").write_text(readme(model.spec, folder.name, config["quantization_config"], reason), encoding="utf-8")
-        if check is not None:
-            check(scratch)
-        elif written is not None:
-            check_saved(model, scratch)
+        if check is None and written is not None:
+            check = partial(check_saved, model)
+        checked = check(scratch) if check is not None else None
         move_in(scratch, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     if model.source is not None and (left := model.source.left_out):
         warnings.warn(f"{len(left)} tensors of {model.source.reference} are no part of the model and were not written: {folded(left)}",
                       stacklevel=2)  # fmt: skip
     if found := refusals(model.spec) if written is not None and not written.own and written.method not in PADDED else []:
         warnings.warn(in_words(found), stacklevel=2)
     files = sorted(p for p in folder.iterdir() if p.is_file())
-    return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason)
+    verified = checked if isinstance(checked, Verified) else None
+    return Saved(folder, [p.name for p in files], sum(p.stat().st_size for p in files), reason, verified)
 
 
 def _save_file(model: Model, path: Path, blocks: str | None, shard_bytes: int, overwrite: bool,
@@ -111,19 +119,22 @@ def _save_file(model: Model, path: Path, blocks: str | None, shard_bytes: int, o
     if shard_bytes != SHARD:
         raise ValueError("a GGUF file is written whole; leave shard_bytes out")
     check_file(path, overwrite)
+    check_not_read(model, path)
     check_loaded(model)
     reason = write(model, path, family_of(model.spec), blocks, check)
     return Saved(path, [path.name], path.stat().st_size, reason)
 
 
-def check_saved(model: Model, folder: Path) -> None:
-    """Compare what was written with the model. Warns (UserWarning) where memory does not hold a second one."""
-    from zoo.verification import verify
+def check_saved(model: Model, folder: Path) -> Verified | None:
+    """Compare what was written with the model; see ``zoo.quantize.verify``.
 
+    Warns (UserWarning) where memory does not hold a second one, then None: work that is done is not lost because it cannot be checked.
+    """
     try:
-        verify(model, folder)
-    except NotEnoughMemory as e:
-        warnings.warn(f"the saved weights were not read back to be compared: {e}", stacklevel=3)
+        return verify(model, folder)
+    except (NotEnoughMemory, torch.OutOfMemoryError) as e:
+        warnings.warn(f"the saved weights were not compared with those in memory: {e}", stacklevel=3)
+        return None
 
 
 def check_loaded(model: Model) -> None:
@@ -167,6 +178,17 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
+def check_not_read(model: Model, target: Path) -> None:
+    """Raise FileExistsError where what is written to ``target`` would take the place of files that the model is read from."""
+    files = model.source.checkpoint.files if model.source else []
+    wheres = [target.absolute(), target.resolve()]
+    inside = [f for f in files if any(one.is_relative_to(where) for one in (f.absolute(), f.resolve()) for where in wheres)]
+    if inside:
+        raise FileExistsError(
+            f"{target} is or holds {inside[0]}, which the model is read from, so it is never replaced; choose another one"
+        )
+
+
 def irreplaceable(folder: Path) -> str | None:
     """Why a folder may hold more than a checkpoint that can be written anew, None where it does not seem to."""
     if (folder / ".git").exists():
@@ -177,7 +199,10 @@ def irreplaceable(folder: Path) -> str | None:
         known = "model_type" in read_json(folder / "config.json", str(folder))
     except CheckpointError:
         known = False
-    return None if known else "is no checkpoint (its config.json names no model_type)"
+    if not known:
+        return "is no checkpoint (its config.json names no model_type)"
+    inner = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    return f"holds folders ({', '.join(inner[:NAMED])}), which may be checkpoints too" if inner else None
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -188,7 +213,7 @@ def family_of(spec: ModelSpec) -> Family:
 
 def format_of(spec: ModelSpec, name: str | None) -> Format | None:
     """The format part for a spec's packed storages, None where it has none. Raises ValueError with the format's reasons."""
-    named = format_named(name or FORMATS[0])
+    named = format_named(FORMATS[0] if name is None else name)
     storages = {path: child.spec for path, child in linears(spec) if isinstance(child.spec, Linear) and child.spec.name != "dense"}
     if not storages:
         return None
@@ -332,21 +357,3 @@ def write_extras(model: Model, folder: Path) -> None:
         warnings.warn(f"the model is written without a tokenizer: {e}", stacklevel=3)
         return
     tokenizer.save_pretrained(folder)
-
-
-def move_in(scratch: Path, folder: Path) -> None:
-    """Put the finished folder in its place by renaming; an old one is moved aside first and deleted last, or put back on failure."""
-    if not folder.exists():
-        scratch.rename(folder)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    try:
-        folder.rename(aside / "old")
-        scratch.rename(folder)
-    except BaseException:
-        if not folder.exists():
-            (aside / "old").rename(folder)
-        if not any(aside.iterdir()):
-            aside.rmdir()
-        raise
-    shutil.rmtree(aside)

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from zoo.checkpoint import Checkpoint, CheckpointError
 from zoo.components import registry
 from zoo.components.contracts import Linear, StoredLinear
 from zoo.components.linear.dense import Dense
-from zoo.components.spec import Spec, TensorInfo, check
-from zoo.dequantized import METHODS, Dequantized, Packed, dequantized
+from zoo.components.spec import Child, Spec, TensorInfo, check, transform
+from zoo.dequantized import METHODS, Dequantized, Packed
 from zoo.family import Family
 from zoo.formats import Format
 from zoo.model import ModelSpec
-from zoo.weights import entries, linear_names, linears, stacked_names
+from zoo.weights import SAME, Entry, Rule, changed, entries, linear_names, linears, stacked_names
 
 Quantized = Literal["keep", "dequantize"]
-
-
-def packs(quantization: Any) -> bool:
-    """Whether some format keeps weights packed that a quantization_config tells of."""
-    formats = (p.spec() for p in registry.parts("format"))
-    return isinstance(quantization, Mapping) and any(isinstance(f, Format) and f.answers(quantization) for f in formats)
-
-
-def readable(checkpoint: Checkpoint, quantized: Quantized = "keep") -> Checkpoint:
-    """The checkpoint with plain weights where that is wanted, or where no storage keeps its quantized ones."""
-    keeps = quantized == "keep" and packs(checkpoint.config.get("quantization_config"))
-    return checkpoint if keeps else dequantized(checkpoint)
 
 
 def without_rest(checkpoint: Checkpoint, spec: ModelSpec, family: Family) -> Checkpoint:
@@ -54,37 +43,77 @@ def without_rest(checkpoint: Checkpoint, spec: ModelSpec, family: Family) -> Che
     return Dequantized(checkpoint, rest) if rest else checkpoint
 
 
-def packed_modules(spec: ModelSpec, family: Family, format: Format, checkpoint: Checkpoint) -> dict[str, Packed]:
-    """How the weights of packed modules are read as plain ones, by the names that those have. Raises CheckpointError for one missing."""
-    names, found = linear_names(entries(plain_spec(spec), family.rules(spec))), {}
-    for path, child in linears(spec):
-        if not isinstance(child.spec, Linear) or child.spec.name == "dense":
-            continue
-        name = names.get(path, path)
-        leaves = tuple(format.disk_names(child.spec, False))
-        missing = [f"{name}.{leaf}" for leaf in leaves if f"{name}.{leaf}" not in checkpoint.tensors()]
-        if missing:
-            raise CheckpointError(f"{checkpoint.reference}: the tensors do not fit the model; {len(missing)} missing: {', '.join(missing)}")
-        inputs, outputs, _ = child.at
-        read = partial(plain_weight, format, child.spec, leaves, inputs, outputs)
-        found[f"{name}.weight"] = Packed(tuple(f"{name}.{leaf}" for leaf in leaves), TensorInfo((outputs, inputs), "float32"), read)
-    return found
+def unpacked(checkpoint: Checkpoint, spec: ModelSpec, rules: Sequence[Rule], table: Sequence[Entry], dtype: torch.dtype,
+             idle: Collection[str]) -> Dequantized:  # fmt: skip
+    """The checkpoint as it would be without its quantization: plain weights, in the layout and under the names of the family's files.
+
+    spec: as declared, with its storages. table: how the files hold it, which they fit. dtype: what weights are rounded to, once.
+    idle: names of tensors in the files that nothing reads.
+    """
+    packed = {path: child for path, child in linears(spec) if child.spec.name != "dense"}
+    plain, held, found = plain_spec(spec), {name: entry for entry in table for name in entry.ours}, {}
+    infos = plain.tensors()
+    for entry in entries(plain, rules):
+        if held.get(entry.ours[0]) != entry:
+            sources = tuple(dict.fromkeys(_source(name, packed, held) for name in entry.ours))
+            parts = tuple(name for source in sources for name in source.theirs)
+            shapes = [t.shape for t in entry.op.backward([torch.empty(infos[n].shape, device="meta") for n in entry.ours])]
+            for index, (name, shape) in enumerate(zip(entry.theirs, shapes, strict=True)):
+                read = partial(_gathered, entry, index, sources, packed, dtype, checkpoint.reference)
+                found[name] = Packed(parts, TensorInfo(tuple(shape), str(dtype).removeprefix("torch.")), read)
+    return Dequantized(checkpoint, found, idle)
 
 
-def plain_weight(format: Format, storage: Linear, leaves: Sequence[str], inputs: int, outputs: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """The weight [outputs, inputs] float32 of a module by its tensors on disk."""
+def _source(name: str, packed: Mapping[str, Child], held: Mapping[str, Entry]) -> Entry:
+    """Where the files have one of the plain model's tensors: the entry of its module's packed ones, or of the tensor itself."""
+    path, _, leaf = name.rpartition(".")
+    if path not in packed:
+        return held[name]
+    if leaf == "bias":
+        return Entry(tuple(n for n in held[name].theirs if n.endswith(".bias")), (name,))  # without decoding the weight beside it
+    return held[f"{path}.{_leaves(packed[path])[0]}"]
+
+
+def _gathered(entry: Entry, index: int, sources: Sequence[Entry], packed: Mapping[str, Child], dtype: torch.dtype, reference: str,
+              *tensors: Tensor) -> Tensor:  # fmt: skip
+    """One of an entry's tensors as plain files have it, made of the tensors of its sources, one source after the other."""
+    values: dict[str, Tensor] = {}
+    for source in sources:
+        read, tensors = tensors[: len(source.theirs)], tensors[len(source.theirs) :]
+        values |= _plain_tensors(source, read, packed, dtype, reference)
+    return entry.op.backward([values[name] for name in entry.ours])[index]
+
+
+def _plain_tensors(source: Entry, read: Sequence[Tensor], packed: Mapping[str, Child], dtype: torch.dtype,
+                   reference: str) -> dict[str, Tensor]:  # fmt: skip
+    """The weights, by our names, of the packed modules that an entry holds, or its one tensor that is plain."""
+    tensors = changed(source, list(read), f"{reference}: {', '.join(source.theirs)}")
+    values = dict(zip(source.ours, tensors, strict=True))
+    if source.op is SAME:
+        return {name: tensor.to(dtype) for name, tensor in values.items()}
+    modules = dict.fromkeys(path for name in source.ours for path in parents(name, ".") if path in packed)
+    return {f"{path}.weight": _weight(packed[path], {n: values[f"{path}.{n}"] for n in _leaves(packed[path])}, dtype) for path in modules}
+
+
+def _leaves(child: Child) -> list[str]:
+    """Names of a packed module's tensors, the bias aside."""
+    inputs, outputs, _ = child.at
+    return list(child.spec.tensors(inputs, outputs, False))
+
+
+def _weight(child: Child, tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The weight [outputs, inputs] of a module by its packed tensors."""
+    storage, (inputs, outputs, _) = child.spec, child.at
+    assert isinstance(storage, Linear)
     module = storage.build(inputs, outputs, False)
     assert isinstance(module, StoredLinear)
-    module.hold(format.decode(storage, dict(zip(leaves, tensors, strict=True)), inputs, outputs))
-    return module.dense_weight(torch.float32)
+    module.hold(tensors)
+    return module.dense_weight(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def plain_spec(spec: ModelSpec) -> ModelSpec:
     """The spec with every linear storage plain."""
-    for path, child in list(linears(spec)):
-        if child.spec.name != "dense":
-            spec = set_storage(spec, path, Dense())
-    return spec
+    return transform(spec, lambda part: Dense() if isinstance(part, Linear) else part)
 
 
 def format_for(quantization: Any) -> Format:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,25 @@ from torch import Tensor
 
 from zoo.checkpoint import Checkpoint, read_header
 from zoo.components.contracts import Linear, StoredLinear
-from zoo.components.spec import diff
+from zoo.components.spec import compact, diff
 from zoo.engines import sharing
-from zoo.family import family_for
+from zoo.family import architecture, family_for
 from zoo.loading import available_bytes, load, weight_bytes
-from zoo.model import Model
+from zoo.model import Model, ModelSpec
 from zoo.weights import folded, linears
 
 SIZE = 0.05  # share by which the tensors in the files may differ from what the spec's take
 PER_MODULE = 2048  # bytes that formats keep beside a packed weight: shapes, tables, settings
 PROMPT = 24  # tokens compared: enough rows for the products of many, the last of them alone for the products of few
+ALIKE = 64 * torch.finfo(torch.float32).eps  # by which logits may differ that one device computes of the same bits in the same way
+# by bytes of an element: in another way, or on another device, where sums have another order and whatever is rounded inside them differs
+UNLIKE = {2: 0.2, 4: 0.02, 8: 0.02}
+COPIES = 4  # of the largest weight in float32, room for which a comparison needs: both models' outputs, and what they are made of
 ELSEWHERE = ("matmul", "scale_dtype")  # of a storage: not in the files; compared where the tensors are
 LEVEL = ("scale", "zero", "absmax", "g_idx")  # tensors so called may well be the same throughout
 GLOBAL = ("divisor", "multiplier", "input_divisor", "input_multiplier", "input_scale")  # scales of a whole module, beside its groups'
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # whole numbers of as many bytes
 
 
 class VerificationError(ValueError):
@@ -37,49 +42,114 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found. tensors: in memory. bytes: of the weight files. logit_difference: the largest, as a share of the largest logit."""
+    """What was found. tensors: in memory. bytes: of the weight files. logit_difference: the largest, as a share of the largest logit.
+
+    not_finite: share (0 to 1) of the logits that are NaN or infinite in memory, because the model's own checkpoint holds such values;
+    these were not compared.
+    """
 
     tensors: int
     bytes: int
     expected_bytes: int
     logit_difference: float
+    not_finite: float
 
 
 @torch.no_grad()
 def verify(model: Model, folder: str | Path, *, seed: int = 0) -> Verified:
-    """Load a saved model from ``folder`` and compare storages, names, sizes, every tensor and the outputs for random inputs.
+    """Load a saved model from ``folder`` and compare parts, storages, names, sizes, the bits of all tensors, and outputs for random inputs.
 
     Every tensor in the files is looked at: NaN, infinity, and matrices of one value (packed words that were never written) are faults,
     and so are weights that engines fuse under different global scales, unless the model's own checkpoint had them.
 
-    Raises VerificationError listing all faults; CheckpointError where the folder does not load.
+    Raises VerificationError listing all faults (of models whose parts differ, these alone); CheckpointError where the folder does not
+    load, NotEnoughMemory where there is no room for a second model.
     """
     folder = Path(folder)
     expected = weight_bytes(model.spec, model.dtype)
-    roomy = model.placement is None and expected < available_bytes(model.device)
-    saved = load(folder, dtype=model.dtype, device=model.device if roomy else "cpu")
+    saved = load(folder, dtype=model.dtype, device=place(model, expected))
     assert saved.source is not None
     files = [p for p in saved.source.checkpoint.files if p.suffix == ".safetensors"]
-    difference = logit_difference(model, saved, seed)
+    _raise(folder, [*_parts(model.spec, saved.spec)])
+    difference, not_finite = logit_difference(model, saved, seed)
     same = with_zeros(model, saved)
-    problems = [*_storages(model, saved, same), *_tensors(model, saved, same), *scan(model, files), *scales_apart(model),
-                *_files(folder, files), *_sizes(model, files, expected), *_multi_token(saved)]  # fmt: skip
-    if not difference <= 64 * torch.finfo(model.dtype).eps:
-        problems.append(f"the logits differ by {difference:.2e} of the largest")
+    _raise(folder, [*_storages(model, saved, same), *_tensors(model, saved, same), *scan(model, files), *scales_apart(model),
+                    *_files(folder, files), *_sizes(model, files, expected), *_multi_token(saved),
+                    *_logits(model, difference, tolerance(model, saved), not_finite)])  # fmt: skip
+    return Verified(len(saved.state_dict()), sum(p.stat().st_size for p in files), expected, difference, not_finite)
+
+
+def _raise(folder: Path, problems: Sequence[str]) -> None:
     if problems:
         raise VerificationError(f"{folder} is not the model in memory, or is not fit to be used:\n  " + "\n  ".join(problems))
-    return Verified(len(saved.state_dict()), sum(p.stat().st_size for p in files), expected, difference)
 
 
-def logit_difference(a: Model, b: Model, seed: int) -> float:
-    """The largest difference of two models' outputs on random inputs, of many tokens and of one, over the largest output."""
+def place(model: Model, weights: int) -> torch.device:
+    """Where the saved model is read: the model's own device if that has room for the weights and for the work on them, else the CPU."""
+    largest = max((math.prod(child.at[:2]) for _, child in linears(model.spec)), default=0)
+    roomy = model.placement is None and weights + COPIES * 4 * largest < available_bytes(model.device)
+    return model.device if roomy else torch.device("cpu")
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------------------
+
+
+def logit_difference(a: Model, b: Model, seed: int) -> tuple[float, float]:
+    """How far two models' outputs lie apart on random inputs, of many tokens and of one, and the share of a's that are not finite.
+
+    The first is the largest difference over the largest output, where those of ``a`` are finite; NaN where one of b's there is NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     inputs = [a.spec.embed.draw(tokens, generator) for tokens in (PROMPT, 1)]
     pairs = [(a(x.to(a.device)).float(), b(x.to(b.device)).float().to(a.device)) for x in inputs]
-    return max(float((x - y).abs().max() / x.abs().max()) for x, y in pairs)
+    odd = torch.cat([~x.isfinite().flatten() for x, _ in pairs])
+    return float(torch.stack([_apart(x, y) for x, y in pairs]).amax()), float(odd.float().mean())  # Python's max would drop NaN
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> Tensor:
+    finite = ours.isfinite()
+    largest = ours.where(finite, 0).abs().amax().clamp(min=torch.finfo(ours.dtype).tiny)
+    return (ours - theirs).where(finite, 0).abs().amax() / largest
+
+
+def tolerance(model: Model, saved: Model) -> float:
+    """By how much the logits of models whose tensors are equal may differ, as a share of the largest."""
+    one_place = model.placement is None and model.device == saved.device
+    alike = one_place and replace(saved.spec, cache=model.spec.cache) == model.spec  # kernels and products are not stored
+    return ALIKE if alike else UNLIKE[model.dtype.itemsize]
+
+
+def _logits(model: Model, difference: float, allowed: float, not_finite: float) -> Iterator[str]:
+    if not difference <= allowed:
+        yield f"the logits differ by {difference:.2e} of the largest, where {allowed:.0e} is allowed"
+    if not_finite and not _odd_source(model):
+        yield (f"{not_finite:.1%} of the logits are NaN or infinite in memory, though the model's own checkpoint has finite numbers alone; "
+               f"{str(model.dtype).removeprefix('torch.')} may be too small for them")  # fmt: skip
+
+
+def _odd_source(model: Model) -> bool:
+    """Whether the checkpoint that the model came from holds NaN or infinity."""
+    entries = model.source.table if model.source else ()
+    return any(_odd(model.source.checkpoint.read(name)) for entry in entries for name in entry.theirs)
 
 
 # ---- against the model in memory -------------------------------------------------------------------------------------------------
+
+
+def _parts(ours: ModelSpec, theirs: ModelSpec) -> Iterator[str]:
+    """Where two specs differ in what folders hold: all that changes what a model computes. Storages are compared apart."""
+    for where, value, other in compact(diff(_as_stored(ours), _as_stored(theirs))):
+        yield f"{where}: {value} in memory, {other} in the folder"
+
+
+def _as_stored(spec: ModelSpec) -> ModelSpec:
+    """The spec without how it is run; scales of its cache are float32 numbers, as files have them."""
+    plain = architecture(spec)
+    scales: Sequence[Sequence[float]] = getattr(plain.cache, "scales", None) or ()
+    if not scales:
+        return plain
+    rounded = tuple(tuple(torch.tensor(row, dtype=torch.float32).tolist()) for row in scales)
+    return replace(plain, cache=replace(plain.cache, scales=rounded))  # pyright: ignore[reportCallIssue]
 
 
 def _storages(model: Model, saved: Model, same: Collection[str]) -> Iterator[str]:
@@ -96,7 +166,17 @@ def with_zeros(model: Model, saved: Model) -> set[str]:
     theirs = dict(linears(saved.spec))
     differing = {path: {row[0] for row in diff(child.spec, theirs[path].spec)} for path, child in linears(model.spec)}
     wider = [path for path, places in differing.items() if places - set(ELSEWHERE) == {"symmetric"}]
-    return {path for path in wider if torch.equal(dense(model, path).to(saved.device), dense(saved, path))}
+    return {path for path in wider if same_numbers(dense(model, path).to(saved.device), dense(saved, path))}
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Whether all elements are equal, NaN being equal to NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one shape and dtype hold the same bits, so that NaN is equal to itself and -0 is not 0."""
+    return torch.equal(a.view(WORDS[a.itemsize]), b.view(WORDS[b.itemsize]))
 
 
 def dense(model: Model, path: str) -> Tensor:
@@ -121,7 +201,7 @@ def _tensors(model: Model, saved: Model, same: Collection[str]) -> Iterator[str]
 def _differences(ours: Tensor, theirs: Tensor) -> Iterator[str]:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         yield f"{list(ours.shape)} {ours.dtype} in memory, {list(theirs.shape)} {theirs.dtype} in the folder"
-    elif not torch.equal(ours.to(theirs.device), theirs):
+    elif not same_bits(ours.to(theirs.device), theirs):
         yield "the values differ"
 
 

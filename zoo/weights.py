@@ -83,6 +83,8 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
     if format is not None and format.together:
         found = _stacked_entries(plain, packed, format)
     else:
+        if format is not None:
+            check_accepted(packed, format)
         names = {path: path for path in packed} | linear_names(plain)
         found = [_packed_entry(path, child, names, format) for path, child in packed.items()]
         # a packed module leaves the tensor that it shared with others, and so must they
@@ -91,6 +93,18 @@ def entries(spec: ModelSpec, rules: Iterable[Rule], format: Format | None = None
     ruled = {n for e in plain for n in e.ours} | inside
     own = [Entry((n,), (n,)) for n in have if n not in ruled]
     return [e for e in plain + own if e.ours[0] in have and e.ours[0] not in inside] + found
+
+
+def check_accepted(packed: Mapping[str, Child], format: Format) -> None:
+    """Raise CheckpointError for packed modules that a format cannot hold, as where an override names another storage than the files'."""
+    refused: dict[str, list[str]] = {}
+    for path, child in packed.items():
+        assert isinstance(child.spec, Linear)
+        for reason in format.accepts(child.spec):
+            refused.setdefault(reason, []).append(path)
+    if refused:
+        why = "; ".join(f"{folded(paths)}: {reason}" for reason, paths in refused.items())
+        raise CheckpointError(f"{why}; leave the storage as the files have it, or load with quantized='dequantize' and quantize anew")
 
 
 def written_out(spec: ModelSpec, rules: Iterable[Rule]) -> list[Entry]:
@@ -177,6 +191,7 @@ def _stacked_entries(plain: Sequence[Entry], packed: Mapping[str, Child], format
     """Those of tensors that hold the weights of several packed modules. Raises CheckpointError for packed modules that lie elsewhere."""
     if wrong := list(not_together(plain, packed.keys())):
         raise CheckpointError(f"{format.name} files cannot hold this model: {'; '.join(wrong)}")
+    check_accepted(packed, format)
     return [_stacked_entry(e, e.rows, packed, format) for e in plain if e.rows and packed.keys() & stacked_names([e]).keys()]
 
 

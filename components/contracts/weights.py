@@ -29,6 +29,13 @@ class Linear(Spec):
     def flops(self, call: Call, inputs: int, outputs: int, bias: bool) -> float:
         return 2 * inputs * outputs * call.new
 
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        """Those of its own tensors, in the right shapes and dtypes, whose values no weight can have, each with the reason.
+
+        Weights and scales that are NaN or infinite are no faults here: of these a loaded model warns, see ``StoredLinear.numbers``.
+        """
+        yield from ()
+
     @abstractmethod
     def build(self, inputs: int, outputs: int, bias: bool) -> nn.Module: ...
 
@@ -63,6 +70,13 @@ class StoredLinear(Prepared):
     def hold(self, canonical: dict[str, Tensor]) -> None:
         """Take these tensors, named as they are saved and without the bias, in place of those held."""
         raise NotImplementedError
+
+    def numbers(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of those that are saved, or a part of it, in the dtype of what its elements stand for, where that has NaN or infinity.
+
+        It is the tensor itself for floats, and for integers, each of which is a number.
+        """
+        return tensor
 
 
 @dataclass(frozen=True, kw_only=True)

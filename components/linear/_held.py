@@ -10,6 +10,14 @@ from torch import Tensor, nn
 
 from zoo.components.contracts import Linear, StoredLinear
 
+NOT_POSITIVE = "must hold positive, finite numbers"
+NEGATIVE = "holds negative numbers, which no largest magnitude is"
+
+
+def positive(tensor: Tensor) -> bool:
+    """Whether all numbers are above 0 and finite, as those must be that divide or that inputs are divided by."""
+    return bool((tensor.isfinite() & (tensor > 0)).all())
+
 
 class HeldLinear(StoredLinear):
     """[..., inputs] -> [..., outputs] by the dense weight, in the dtype of the input.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.components.contracts import Linear
-from zoo.components.linear._held import HeldLinear
+from zoo.components.linear._held import NEGATIVE, HeldLinear
 from zoo.components.numerics import blockwise
 from zoo.components.ops.block_matmul import BlockMatmul, Form, choose
 from zoo.components.ops.block_matmul.reference import dense
@@ -52,6 +52,11 @@ class BnB4Bit(Linear):
             held["absmax"] = TensorInfo((blocks,), "float32")
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
 
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        magnitudes = "nested_absmax" if self.nested else "absmax"
+        if bool((tensors[magnitudes] < 0).any()):
+            yield magnitudes, NEGATIVE
+
     def build(self, inputs: int, outputs: int, bias: bool) -> BnB4BitLinear:
         return BnB4BitLinear(self, inputs, outputs, bias)
 
@@ -69,7 +74,7 @@ class BnB4BitLinear(HeldLinear):
 
     spec: BnB4Bit
     packed: Tensor
-    matmul: BlockMatmul
+    products: dict[torch.dtype, BlockMatmul]  # those that inputs of a dtype were multiplied by, or will be
 
     def __init__(self, spec: BnB4Bit, inputs: int, outputs: int, bias: bool):
         super().__init__(spec, inputs, outputs, bias)
@@ -78,7 +83,14 @@ class BnB4BitLinear(HeldLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         cast = x if self.spec.compute is None else x.to(getattr(torch, self.spec.compute))
-        return self.biased(self.matmul.product(self.form, dict(self.named_buffers(recurse=False)), cast).to(x.dtype))
+        held = dict(self.named_buffers(recurse=False))
+        return self.biased(self.product(cast.dtype).product(self.form, held, cast).to(x.dtype))
+
+    def product(self, dtype: torch.dtype) -> BlockMatmul:
+        """The implementation for inputs of a dtype. Raises ValueError if one that was named refuses."""
+        if dtype not in self.products:
+            self.products[dtype] = choose(self.spec.matmul, self.form, self.packed.device, dtype)
+        return self.products[dtype]
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """[outputs, inputs], by default in float32."""
@@ -86,7 +98,9 @@ class BnB4BitLinear(HeldLinear):
 
     def prepare(self) -> None:
         """Choose the product that suits the device. Raises ValueError if one that was named refuses."""
-        self.matmul = choose(self.spec.matmul, self.form, self.packed.device)
+        self.products = {}
+        if not self.packed.is_meta:
+            self.product(getattr(torch, self.spec.compute or "float32"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BnB4BitLinear:
         super()._apply(fn, recurse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.components.contracts import Linear
-from zoo.components.linear._held import HeldLinear
+from zoo.components.linear._held import NOT_POSITIVE, HeldLinear, positive
 from zoo.components.numerics import int8, integer
 from zoo.components.ops.int8_matmul import Int8Matmul, choose
 from zoo.components.ops.straight_through import straight_through
@@ -40,6 +40,10 @@ class Int8(Linear):
         if self.inputs == "tensor":
             held["input_scale"] = TensorInfo((1,), "float32")
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
+
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        if "input_scale" in tensors and not positive(tensors["input_scale"]):
+            yield "input_scale", NOT_POSITIVE
 
     def build(self, inputs: int, outputs: int, bias: bool) -> Int8Linear:
         return Int8Linear(self, inputs, outputs, bias)
@@ -79,7 +83,8 @@ class Int8Linear(HeldLinear):
 
     def prepare(self) -> None:
         """Choose the product that suits the device. Raises ValueError if one that was named refuses."""
-        self.matmul = choose(self.spec.matmul, self.inputs, self.outputs, self.weight.device)
+        named = None if self.weight.is_meta else self.spec.matmul  # nothing is multiplied where no tensor is
+        self.matmul = choose(named, self.inputs, self.outputs, self.weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         super()._apply(fn, recurse)

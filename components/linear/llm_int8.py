@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zoo.components.contracts import Linear
-from zoo.components.linear._held import HeldLinear
+from zoo.components.linear._held import NEGATIVE, HeldLinear
 from zoo.components.numerics import int8
 from zoo.components.ops.outlier_matmul import OutlierMatmul, choose
 from zoo.components.ops.straight_through import straight_through
@@ -37,6 +37,10 @@ class LLMInt8(Linear):
     def own_tensors(self, inputs: int, outputs: int, bias: bool) -> dict[str, TensorInfo]:
         held = {"weight": TensorInfo((outputs, inputs), "int8"), "absmax": TensorInfo((outputs,), "float32")}
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
+
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        if bool((tensors["absmax"] < 0).any()):
+            yield "absmax", NEGATIVE
 
     def build(self, inputs: int, outputs: int, bias: bool) -> LLMInt8Linear:
         return LLMInt8Linear(self, inputs, outputs, bias)
@@ -68,7 +72,8 @@ class LLMInt8Linear(HeldLinear):
 
     def prepare(self) -> None:
         """Choose the product that suits the device. Raises ValueError if one that was named refuses."""
-        self.matmul = choose(self.spec.matmul, self.weight.device)
+        named = None if self.weight.is_meta else self.spec.matmul  # nothing is multiplied where no tensor is
+        self.matmul = choose(named, self.weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LLMInt8Linear:
         super()._apply(fn, recurse)

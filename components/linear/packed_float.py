@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.components.contracts import Linear
-from zoo.components.linear._held import HeldLinear
+from zoo.components.linear._held import NOT_POSITIVE, HeldLinear, positive
 from zoo.components.numerics import floats, scaled
 from zoo.components.numerics.e8m0 import Rule
 from zoo.components.numerics.floats import ELEMENTS, ElementName
@@ -22,7 +22,9 @@ from zoo.components.ops.straight_through import straight_through
 from zoo.components.registry import part
 from zoo.components.spec import Spec, TensorInfo
 
-BYTES = ("e8m0", "e4m3")  # scales that are codes of 8 bits
+BYTES = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}  # scales that are codes of 8 bits
+SIGN, NAN = 0x80, 0xFF  # of the codes of E4M3: negative numbers lie between them
+POSITIVE = ("divisor", "input_divisor", "input_multiplier")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,11 @@ class PackedFloat(Linear):
             yield "group_size", f"{inputs} inputs do not divide into groups of {group}"
         if inputs * bits % 8:
             yield "element", f"{inputs} inputs of {bits} bits do not fill whole bytes"
-        yield from () if self.inputs is None else self.inputs.problems()
+        if self.inputs is not None:
+            yield from self.inputs.problems()
+            size = self.inputs.group_size
+            if size and size != group and inputs % size:  # of the weight's own size they are cut at the edge where its blocks are
+                yield "inputs.group_size", f"{inputs} inputs do not divide into groups of {size}"
 
     def own_tensors(self, inputs: int, outputs: int, bias: bool) -> dict[str, TensorInfo]:
         held = {
@@ -92,6 +98,11 @@ class PackedFloat(Linear):
         names = [self.tensor_scale, f"input_{self.inputs.tensor_scale}" if self.inputs and self.inputs.tensor_scale else None]
         held |= {name: TensorInfo((1,), "float32") for name in names if name}
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
+
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        yield from ((name, NOT_POSITIVE) for name in POSITIVE if name in tensors and not positive(tensors[name]))
+        if self.scale == "e4m3" and bool(((tensors["scale"] > SIGN) & (tensors["scale"] < NAN)).any()):
+            yield "scale", "holds negative numbers, which kernels read as positive ones"
 
     def build(self, inputs: int, outputs: int, bias: bool) -> FloatLinear:
         return FloatLinear(self, inputs, outputs, bias)
@@ -129,9 +140,15 @@ class FloatLinear(HeldLinear):
         """The tensors, the bias aside."""
         return dict(self._buffers)  # pyright: ignore[reportReturnType] (no buffer is None)
 
+    def numbers(self, name: str, tensor: Tensor) -> Tensor:
+        kinds = {"packed": self.spec.grid.element.dtype, "scale": BYTES.get(self.spec.scale)}
+        return tensor.view(kinds.get(name) or tensor.dtype)
+
     def prepare(self) -> None:
         """Choose the product that suits the device. Raises ValueError if one that was named refuses."""
-        self.matmul = choose(self.spec.matmul, self.form, self.get_buffer("packed").device)
+        packed = self.get_buffer("packed")
+        named = None if packed.is_meta else self.spec.matmul  # nothing is multiplied where no tensor is
+        self.matmul = choose(named, self.form, packed.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FloatLinear:
         super()._apply(fn, recurse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +59,12 @@ class PackedInt(Linear):
         if self.scattered:
             held["group_index"] = TensorInfo((inputs,), "int32")
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
+
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        groups = tensors["scale"].shape[1]
+        if self.scattered and bool(((tensors["group_index"] < 0) | (tensors["group_index"] >= groups)).any()):
+            least, most = (int(n) for n in tensors["group_index"].aminmax())
+            yield "group_index", f"must lie in 0..{groups - 1}, the weight's groups, but reaches from {least} to {most}"
 
     def build(self, inputs: int, outputs: int, bias: bool) -> PackedLinear:
         return PackedLinear(self, inputs, outputs, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class Rotated(Linear):
     def own_tensors(self, inputs: int, outputs: int, bias: bool) -> dict[str, TensorInfo]:
         held = {"input_signs": TensorInfo((inputs,), "float16"), "output_signs": TensorInfo((outputs,), "float16")}
         return held | ({"bias": TensorInfo((outputs,))} if bias else {})
+
+    def faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        inner = {name.removeprefix(INNER): tensor for name, tensor in tensors.items() if name.startswith(INNER)}
+        yield from ((INNER + name, reason) for name, reason in self.inner.faults(inner))
 
     def build(self, inputs: int, outputs: int, bias: bool) -> RotatedLinear:
         return RotatedLinear(self, inputs, outputs, bias)

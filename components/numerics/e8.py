@@ -94,13 +94,14 @@ def e8p(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return (magnitude * signs + SHIFT * (1 - 2 * bits[..., :1])).to(dtype)
 
 
+def _chunks(vectors: Tensor) -> tuple[Tensor, ...]:
+    return vectors.split(CHUNK if vectors.device.type == "cpu" else WIDE)
+
+
 def nearest_e8p(x: Tensor, metric: Tensor | None = None) -> Tensor:
     """Words of the nearest points: [..., 8] float -> [...] int64. Exact, but with a metric the best of a few that are near."""
     flat = x.reshape(-1, WIDTH).to(torch.float32)
-    found = [
-        _nearest_e8p(part) if metric is None else _best_e8p(part, metric.to(part))
-        for part in flat.split(CHUNK if flat.device.type == "cpu" else WIDE)
-    ]
+    found = [_nearest_e8p(part) if metric is None else _best_e8p(part, metric.to(part)) for part in _chunks(flat)]
     return torch.cat(found).view(x.shape[:-1]) if found else flat.new_empty(x.shape[:-1], dtype=torch.int64)
 
 
@@ -226,10 +227,7 @@ def nearest_e8(x: Tensor, metric: Tensor | None = None) -> Tensor:
     points = e8_points(x.device)
     pulled = points if metric is None else points @ metric.to(points)
     half_norms, flat = (pulled * points).sum(-1, keepdim=True) / 2, x.reshape(-1, WIDTH).to(torch.float32)
-    found = [
-        _greatest(torch.addmm(half_norms, pulled, part.t(), beta=-1))[1]
-        for part in flat.split(CHUNK if flat.device.type == "cpu" else WIDE)
-    ]
+    found = [_greatest(torch.addmm(half_norms, pulled, part.t(), beta=-1))[1] for part in _chunks(flat)]
     return torch.cat(found).view(x.shape[:-1]) if found else flat.new_empty(x.shape[:-1], dtype=torch.int64)
 
 

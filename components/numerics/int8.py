@@ -25,11 +25,16 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 def encode_absmax(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes int8 [N, K] and the largest magnitudes float32 [N] of a weight, which stands for code * absmax / 127 (LLM.int8).
 
-    The weight is rounded to float16 first, as bitsandbytes does.
+    The weight is rounded to float16 first, as bitsandbytes does, save the rows that are ``beyond_float16``.
     """
-    half = weight.to(torch.float16)
-    absmax = half.abs().amax(-1).float()
-    return _codes(half, absmax), absmax
+    near = torch.where(beyond_float16(weight)[:, None], weight.float(), weight.half().float())
+    absmax = near.abs().amax(-1)
+    return _codes(near, absmax), absmax
+
+
+def beyond_float16(weight: Tensor) -> Tensor:
+    """Which rows of a weight [N, K] hold numbers that float16 has only as infinity, bool [N]."""
+    return weight.half().isinf().any(-1)
 
 
 def decode_absmax(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,7 +56,7 @@ def encode_tokens(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     return _codes(low, absmax).index_fill_(1, columns, 0), absmax, columns
 
 
-def _codes(half: Tensor, absmax: Tensor) -> Tensor:
+def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
     """Rows of zeros have codes 0."""
     inverse = torch.where(absmax > 0, TOP / absmax, 0)
-    return (half * inverse[:, None]).round_().to(torch.int8)
+    return (rows * inverse[:, None]).round_().to(torch.int8)

@@ -63,14 +63,14 @@ def fit(x: Tensor, grid: Grid, tensor: Tensor | None = None) -> Tensor:
 
 
 def store(most: Tensor, grid: Grid, tensor: Tensor | None = None) -> Tensor:
-    """The stored scales of blocks whose largest magnitudes are ``most`` [R, C]; those in 8 bits are uint8. Never 0."""
+    """The stored scales of blocks whose largest magnitudes are ``most`` [R, C]; those in 8 bits are uint8. Never 0 or infinite."""
     if grid.scale == "e8m0":
         return e8m0.encode(most, grid.element, grid.rule)
     scale = most / grid.element.largest
     if grid.scale == "e4m3":
         return floats.encode(_under(scale, grid, tensor).clamp(LEAST_E4M3, E4M3.largest), E4M3)
     kind = getattr(torch, str(grid.scale))
-    return scale.to(kind).clamp_(min=torch.finfo(kind).tiny)
+    return scale.clamp(torch.finfo(kind).tiny, torch.finfo(kind).max).to(kind)
 
 
 def effective(stored: Tensor | None, tensor: Tensor | None, grid: Grid) -> Tensor:
@@ -118,7 +118,8 @@ def token_scales(rows: Tensor, grid: Grid, tensor: Tensor | None = None) -> Tens
 def largest(x: Tensor, grid: Grid) -> Tensor:
     """The largest magnitude of each block, float32 [R, C]; NaN where a block has NaN."""
     rows, columns = x.shape
-    high, wide = grid.rows or max(rows, 1), grid.columns or columns
+    high = min(grid.rows or rows, rows) or 1  # a block larger than the matrix is cut, and needs no padding
+    wide = min(grid.columns or columns, columns)
     padded = F.pad(x.float(), (0, -columns % wide, 0, -rows % high))
     return padded.unflatten(-1, (-1, wide)).unflatten(0, (-1, high)).abs().amax((1, 3))
 

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from zoo.components.linear.packed_float import PackedFloat
+from zoo.formats import check_values
 
 Names = Mapping[str, str]  # our tensor -> its name on disk
 Typed = Mapping[str, torch.dtype]  # tensors that are bytes with us and floats of 8 bits on disk
 
 
 def read(storage: PackedFloat, names: Names, typed: Typed, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
-    """Our tensors from those on disk. Raises ValueError for other shapes and dtypes; vectors and scalars may stand for matrices."""
+    """Our tensors from those on disk. Vectors and scalars may stand for matrices.
+
+    Raises ValueError for other shapes and dtypes, and for values that no weight can have.
+    """
     found = {}
     for name, info in storage.own_tensors(inputs, outputs, names["bias"] in tensors).items():
         tensor, theirs = tensors[names[name]], names[name]
@@ -25,6 +29,7 @@ def read(storage: PackedFloat, names: Names, typed: Typed, tensors: Mapping[str,
         if tensor.dtype != kind and not (kind == torch.float32 and tensor.dtype.is_floating_point and tensor.itemsize > 1):
             raise ValueError(f"{theirs} is {_word(tensor.dtype)}, it must be {_word(kind)}")
         found[name] = (tensor.view(torch.uint8) if name in typed else tensor.to(kind)).view(info.shape)
+    check_values(storage, found, names)
     return found
 
 

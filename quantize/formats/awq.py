@@ -38,7 +38,7 @@ class AWQFormat(Format):
     def storage(self, config: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> PackedInt | None:
         size, bits, version = _either(config, "group_size", "q_group_size"), _either(config, "bits", "w_bit"), config.get("version", "gemm")
         refused = {
-            f"bits: {bits!r:.60} is not supported; supported: 4": bits != 4,
+            f"bits: {bits!r:.60} is not supported; supported: 4": type(bits) is not int or bits != 4,
             f"group_size must be a positive number or -1, it is {size!r:.60}": type(size) is not int or not (size == -1 or size > 0),
             f"version: {version!r:.60} is not supported; supported: gemm": str(version).lower() != "gemm",
             "zero_point: only true is supported": config.get("zero_point", True) is not True,

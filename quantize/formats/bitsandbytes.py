@@ -8,6 +8,7 @@ Shapes: N outputs, K inputs. 4 bits: ``weight`` [ceil(N K / 2), 1] uint8, ``weig
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -22,7 +23,7 @@ from zoo.components.linear.llm_int8 import LLMInt8
 from zoo.components.numerics import blockwise
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo, load
-from zoo.formats import SECONDS, Format, member, words
+from zoo.formats import SECONDS, Format, check_values, member, words
 
 PLACE = "quantization_config"
 ABSMAX, SCB = "weight.absmax", "SCB"
@@ -48,7 +49,7 @@ class BitsAndBytesFormat(Format):
             return None
         if not tensors and _skipped(module, words(config, "llm_int8_skip_modules", PLACE)):
             return None
-        return _four(config, tensors) if four else load(LLMInt8, {"threshold": config.get("llm_int8_threshold", 6.0)}, PLACE)
+        return _four(config, tensors) if four else _eight(config)
 
     def disk_names(self, storage: Linear, bias: bool) -> list[str]:
         if isinstance(storage, LLMInt8):
@@ -60,8 +61,8 @@ class BitsAndBytesFormat(Format):
     def decode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
         bias = {"bias": tensors["bias"]} if "bias" in tensors else {}
         if isinstance(storage, LLMInt8):
-            if int(tensors["weight_format"]) != ROW_MAJOR:
-                raise ValueError(f"weight_format is {int(tensors['weight_format'])}, only {ROW_MAJOR} (row by row) is supported")
+            if tensors["weight_format"].flatten().tolist() != [ROW_MAJOR]:
+                raise ValueError(f"weight_format is {tensors['weight_format'].tolist()!r:.60}, only {ROW_MAJOR} (row by row) is supported")
             return _checked({"weight": tensors["weight"], "absmax": tensors[SCB]}, storage, inputs, outputs) | bias
         assert isinstance(storage, BnB4Bit)
         state = _state(tensors[_state_name(storage)])
@@ -116,6 +117,13 @@ class BitsAndBytesFormat(Format):
         }  # fmt: skip
 
 
+def _eight(config: Mapping[str, Any]) -> LLMInt8:
+    threshold = config.get("llm_int8_threshold", LLMInt8().threshold)
+    if type(threshold) not in (int, float):
+        raise ValueError(f"{PLACE}.llm_int8_threshold must be a number, it is {threshold!r:.60}")
+    return load(LLMInt8, {"threshold": threshold}, PLACE)
+
+
 def _four(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> BnB4Bit:
     """The storage of 4 bits that a config and, where they are known, the tensors' shapes tell of."""
     kind, compute = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_compute_dtype")
@@ -126,8 +134,8 @@ def _four(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> BnB4B
     plain = BnB4Bit(codebook=kind, nested=nested, compute=compute)
     if not tensors:
         return plain
-    packed, blocks = tensors["weight"], tensors[ABSMAX].shape[0]
-    count = 2 * packed.shape[0] * getattr(torch, packed.dtype or "uint8").itemsize
+    packed, blocks = tensors["weight"], math.prod(tensors[ABSMAX].shape)
+    count = 2 * math.prod(packed.shape) * getattr(torch, packed.dtype or "uint8").itemsize
     sizes = [size for size in (plain.block_size, *get_args(BlockSize)) if blockwise.blocks(count, size) == blocks]
     if not sizes:
         raise ValueError(f"{ABSMAX} holds {blocks} scales for {count} weights, which no block size of bitsandbytes makes")
@@ -156,9 +164,12 @@ def _state_name(storage: BnB4Bit) -> str:
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        raise ValueError(f"weight.quant_state is {given}, it must be bytes, uint8 of one dimension; download the file again")
     try:
         found = json.loads(bytes(tensor.tolist()))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"weight.quant_state is no JSON ({e}); download the file again") from None
     if not isinstance(found, dict):
         raise ValueError(f"weight.quant_state must be a JSON object, it is a {type(found).__name__}")
@@ -175,8 +186,9 @@ def _check_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], storag
     if storage.nested:
         wanted["nested_blocksize"] = blockwise.NESTED
         tables["weight.nested_quant_map"] = blockwise.dynamic(torch.device("cpu"))
-        if not isinstance(state.get("nested_offset"), float | int):
-            raise ValueError(f"weight.quant_state has no number nested_offset but {state.get('nested_offset')!r:.60}")
+        offset: Any = state.get("nested_offset")
+        if type(offset) not in (int, float) or not abs(offset) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"weight.quant_state has no finite number nested_offset but {offset!r:.60}")
     for field, value in wanted.items():
         if state.get(field) != value:
             raise ValueError(f"weight.quant_state.{field} is {state.get(field)!r:.60}, it must be {value}")
@@ -190,4 +202,5 @@ def _checked(found: dict[str, Tensor], storage: Linear, inputs: int, outputs: in
         kind = str(found[name].dtype).removeprefix("torch.")
         if (found[name].shape, kind) != (info.shape, info.dtype):
             raise ValueError(f"the {name} of the weight is {kind} {list(found[name].shape)}, it must be {info.dtype} {list(info.shape)}")
+    check_values(storage, found, {"absmax": SCB if isinstance(storage, LLMInt8) else ABSMAX, "nested_absmax": "weight.nested_absmax"})
     return found

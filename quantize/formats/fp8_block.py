@@ -42,6 +42,8 @@ class FP8Block(Format):
             raise ValueError(f"{PLACE}.activation_scheme: {scheme!r:.60} is not supported; supported: {', '.join(SCHEMES)}")
         if config.get("fmt") not in (None, "e4m3"):
             raise ValueError(f"{PLACE}.fmt: {config['fmt']!r:.60} is not supported; supported: e4m3")
+        if config.get("scale_fmt") not in (None, "ue8m0"):
+            raise ValueError(f"{PLACE}.scale_fmt: {config['scale_fmt']!r:.60} is not supported; supported: ue8m0")
         if not (tensors.get("weight", TensorInfo(())).dtype or "").startswith("float8"):
             return None
         kind = tensors.get(NAMES["scale"], TensorInfo((), "float32")).dtype

@@ -20,7 +20,7 @@ from zoo.components.linear.packed_int import PackedInt
 from zoo.components.numerics import integer
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo, load
-from zoo.formats import Format, check_shapes, expression, member
+from zoo.formats import Format, check_shapes, check_values, expression, member
 
 BITS = (2, 3, 4, 8)
 PLACE = "quantization_config"
@@ -63,6 +63,7 @@ class GPTQFormat(Format):
             found["zero"] = tensors["qzeros"].t().contiguous() if not self.less else self._moved(zero, storage.bits, self.less)
         if storage.scattered:
             found["group_index"] = tensors["g_idx"]
+            check_values(storage, found, {"group_index": "g_idx"})
         elif not torch.equal(tensors["g_idx"], _neighbours(storage, inputs)):
             raise ValueError(f"g_idx puts inputs into groups of their own, but {PLACE}.desc_act is false; set it to true")
         return found | ({"bias": tensors["bias"]} if "bias" in tensors else {})
@@ -129,9 +130,10 @@ class GPTQFormat(Format):
         warnings.warn(f"qzeros holds the zero points of {other}, but {PLACE} says {self.version}; they are read as {other}", stacklevel=2)
 
 
-def _version(config: Mapping[str, Any]) -> str:
-    found = config.get("checkpoint_format") or config.get("format") or "gptq"
-    return found if isinstance(found, str) else "gptq"
+def _version(config: Mapping[str, Any]) -> Any:
+    """The word for the layout, whatever its type; older files have none."""
+    found = (config.get(field) for field in ("checkpoint_format", "format"))
+    return next((word for word in found if word is not None), "gptq")
 
 
 def _settings(config: Mapping[str, Any], module: str) -> dict[str, Any] | None:

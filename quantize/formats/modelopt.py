@@ -46,7 +46,7 @@ class ModelOpt(Format):
     def storage(self, config: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> PackedFloat | None:
         nested = member(config, "quantization", Mapping, {}, PLACE)
         for section, place in ((config, PLACE), (nested, f"{PLACE}.quantization")):
-            for field in (f for f in ("kv_cache_quant_algo", "kv_cache_scheme") if section.get(f)):
+            for field in (f for f in ("kv_cache_quant_algo", "kv_cache_scheme") if section.get(f) is not None):
                 raise ValueError(f"{place}.{field} is not supported; the cache is chosen by kv_cache when text is generated")
         if any(fnmatch.fnmatchcase(module, pattern) for pattern in _excluded(config, nested)):
             return None

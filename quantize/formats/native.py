@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.components.contracts import Linear
 from zoo.components.registry import part
 from zoo.components.spec import TensorInfo, dump, load
-from zoo.formats import Format, check_tensors, member
+from zoo.formats import Format, check_tensors, check_values, member
 
 PLACE = "quantization_config"
 VERSION = 1
@@ -32,7 +32,7 @@ class Native(Format):
 
     def storage(self, config: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Linear | None:
         version, others = config.get("version"), member(config, "others", Mapping, {}, PLACE)
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise ValueError(f"{PLACE}.version: {version!r:.60} is not supported; supported: {VERSION}")
         if module not in others and "linear" not in config:
             raise ValueError(f"{PLACE}.linear is missing; it says how {module} is stored")
@@ -45,6 +45,7 @@ class Native(Format):
 
     def decode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
         check_tensors(storage.tensors(inputs, outputs, "bias" in tensors), tensors, f"a weight of {[outputs, inputs]}")
+        check_values(storage, tensors, {})
         return dict(tensors)
 
     def encode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:

@@ -33,4 +33,6 @@ class LLMInt8(Quantizer):
 
     def quantize(self, weight: Tensor, hessian: Hessian | None) -> Quantized:
         codes, absmax = int8.encode_absmax(weight)
-        return Quantized({"weight": codes, "absmax": absmax})
+        beyond = int(int8.beyond_float16(weight).sum())
+        facts = {"fallback": f"{beyond} outputs not rounded to float16 before, which cannot hold their weights"} if beyond else {}
+        return Quantized({"weight": codes, "absmax": absmax}, facts)

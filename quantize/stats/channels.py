@@ -29,6 +29,11 @@ class ChannelSizes:
         """Channels."""
         return len(self.largest)
 
+    @property
+    def finite(self) -> bool:
+        """Whether all activations were."""
+        return bool(self.largest.isfinite().all())
+
     def pooled(self, tokens: int, total: Callable[[Tensor], Tensor], most: Callable[[Tensor], Tensor]) -> ChannelSizes:
         """Those of several processes' tokens, ``tokens`` in all. total, most: sum a tensor, or take its maximum, over them in place."""
         result = ChannelSizes(0, self.largest.device)

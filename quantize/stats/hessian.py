@@ -46,6 +46,11 @@ class Hessian:
         """Inputs."""
         return len(self._upper)
 
+    @property
+    def finite(self) -> bool:
+        """Whether all inputs were, and their squares."""
+        return bool(self.largest.isfinite() & self._upper.diagonal().isfinite().all())
+
     def pooled(self, tokens: int, total: Callable[[Tensor], Tensor], most: Callable[[Tensor], Tensor]) -> Hessian:
         """That of several processes' tokens, ``tokens`` in all. total, most: sum a tensor, or take its maximum, over them in place."""
         result = Hessian(0, self._upper.dtype, self._upper.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
 
@@ -124,11 +125,10 @@ def test_the_spec_names_the_modules_tensors(spec: BnB4Bit, bias: bool) -> None:
 
 @pytest.mark.parametrize(("name", "spec"), list(product(PRODUCTS, SPECS)), ids=str)
 def test_products_are_those_of_the_dense_weight(name: str, spec: BnB4Bit) -> None:
-    module = quantized(spec, bias=True)
     wanted = load(BlockMatmul, name)
-    if wanted.refuses(module.form, CPU):
-        pytest.skip(f"{name} {wanted.refuses(module.form, CPU)[0]}")
-    module.matmul = wanted
+    if reasons := wanted.refuses(quantized(spec).form, CPU, torch.float32):
+        pytest.skip(f"{name} {reasons[0]}")
+    module = quantized(replace(spec, matmul=wanted), bias=True)
     weight = module.dense_weight(torch.float64)
     for shape in ((1, 96), (2, 3, 96), (1, 1, 96), (2, 0, 96)):
         x = random(*shape, seed=1)
@@ -139,6 +139,21 @@ def test_products_are_those_of_the_dense_weight(name: str, spec: BnB4Bit) -> Non
     x = random(3, 96).requires_grad_()
     module(x).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).float().expand(3, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_the_product_suits_the_dtype_of_the_inputs(codebook: blockwise.Codebook) -> None:
+    """The library's operator for the CPU takes float64 and computes nonsense."""
+    module, x = quantized(BnB4Bit(codebook=codebook)), random(5, 96).double()
+    torch.testing.assert_close(module(x), x @ module.dense_weight(torch.float64).T)
+    assert module.product(torch.float64).name == "reference"
+    wide = copy.deepcopy(module).double()
+    assert torch.equal(wide(x), module(x))
+    pytest.importorskip("bitsandbytes")
+    named = quantized(BnB4Bit(codebook=codebook, matmul=load(BlockMatmul, "bitsandbytes")))
+    with pytest.raises(ValueError, match="bitsandbytes multiplies float32, bfloat16 and float16, not float64; leave matmul out"):
+        named(x)
+    assert torch.equal(named(x.float()), module(x.float()))
 
 
 def test_compute_is_the_dtype_of_the_product() -> None:
@@ -168,5 +183,5 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(SpecError, match="block_size"):
         load(BnB4Bit, {"block_size": 48})
     with pytest.raises(ValueError, match="bitsandbytes runs on cpu and cuda, not on xla"):
-        choose(load(BlockMatmul, "bitsandbytes"), quantized(BnB4Bit()).form, torch.device("xla"))
-    assert choose(None, quantized(BnB4Bit()).form, torch.device("xla")).name == "reference"
+        choose(load(BlockMatmul, "bitsandbytes"), quantized(BnB4Bit()).form, torch.device("xla"), torch.float32)
+    assert choose(None, quantized(BnB4Bit()).form, torch.device("xla"), torch.float32).name == "reference"

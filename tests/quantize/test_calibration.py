@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +21,17 @@ def real(shared_data: Path) -> Model:
 
 def test_windows_do_not_overlap_and_follow_the_seed() -> None:
     ids = torch.arange(1000)
-    chosen = cut(ids, 7, 100, seed=0)
+    chosen = cut([ids], 7, 100, seed=0)
     assert chosen.shape == (7, 100)
     assert len(set(chosen.flatten().tolist())) == 700
     assert all(row.tolist() == list(range(row[0], row[0] + 100)) for row in chosen)
-    assert torch.equal(chosen, cut(ids, 7, 100, seed=0))
-    assert not torch.equal(chosen, cut(ids, 7, 100, seed=1))
+    assert torch.equal(chosen, cut([ids], 7, 100, seed=0))
+    assert not torch.equal(chosen, cut([ids], 7, 100, seed=1))
 
 
 def test_text_that_is_too_short() -> None:
     with pytest.raises(ValueError, match="has 950 tokens, 9 windows of 100, but 10 are wanted; give more text"):
-        cut(torch.arange(950), 10, 100, seed=0)
+        cut([torch.arange(950)], 10, 100, seed=0)
 
 
 def test_ids_as_they_are() -> None:
@@ -43,6 +44,48 @@ def test_ids_as_they_are() -> None:
 def test_a_run_of_ids_is_cut() -> None:
     assert windows(small(), list(range(50)) * 8, 5, 16, 0).shape == (5, 16)
     assert windows(small(), torch.arange(50).repeat(60), None, None, 0).shape == (32, 64)  # the model's context is 64
+
+
+@pytest.mark.parametrize("runs", [
+    [[7] * 40, [8] * 17, [9] * 15, []],
+    [torch.full((40,), 7), torch.full((17,), 8), torch.full((15,), 9)],
+    ((7,) * 40, (8,) * 17),
+])  # fmt: skip
+def test_runs_of_ids_are_cut_each_for_itself(runs: Any) -> None:
+    found = windows(small(), runs, 3, 16, 0)
+    assert sorted(map(tuple, found.tolist())) == [(7,) * 16, (7,) * 16, (8,) * 16]
+    with pytest.raises(ValueError, match="3 windows of 16, but 4 are wanted"):
+        windows(small(), runs, 4, 16, 0)
+
+
+@pytest.mark.parametrize("given", [
+    5, b"text", [b"text"], [1.0, 2.0], [True, False], [None], [1, None], ["text", 5], [[1, 2], "text"], [[1.5]], [[True]], [[[1]]],
+    {"a": 1},
+])  # fmt: skip
+def test_what_is_neither_text_nor_ids_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"calibration must be str \| Path \| Sequence\[int\] .*\| Tensor \| None, got "):
+        windows(small(), given, 1, 2, 0)
+
+
+@pytest.mark.parametrize("given", [
+    torch.zeros(2, 2, 2, dtype=torch.int64), torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.bool), torch.tensor(5),
+    [torch.zeros(4)], [torch.zeros(2, 2, dtype=torch.int64)], torch.zeros(4, dtype=torch.complex64),
+])  # fmt: skip
+def test_tensors_of_other_kinds_are_refused(given: Any) -> None:
+    samples, length = (None, None) if isinstance(given, torch.Tensor) and given.dim() == 2 else (1, 2)
+    with pytest.raises(ValueError, match=r"calibration(\[0\])?: token ids are integers"):
+        windows(small(), given, samples, length, 0)
+
+
+@pytest.mark.parametrize("settings", [{"samples": 1.5}, {"length": True}, {"seed": 1.5}])
+def test_counts_are_whole_numbers(settings: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(settings))} must be int"):
+        windows(small(), list(range(50)), **({"samples": 1, "length": 8, "seed": 0} | settings))
+
+
+def test_an_empty_list_is_no_data() -> None:
+    with pytest.raises(ValueError, match="calibration is empty; give text or token ids"):
+        windows(small(), [], 1, 2, 0)
 
 
 def test_bad_ids_and_lengths() -> None:

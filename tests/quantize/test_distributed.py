@@ -25,7 +25,8 @@ from zoo.components.spec import dump
 from zoo.model import Model
 from zoo.quantize import Report, quantize, runner
 from zoo.quantize.activations import Activations
-from zoo.quantize.distributed import Failed, Processes, joined
+from zoo.quantize.conversation import Failed
+from zoo.quantize.distributed import Processes, joined
 from zoo.quantize.stats.channels import ChannelSizes
 from zoo.quantize.stats.hessian import Hessian
 
@@ -231,7 +232,7 @@ def start(target: Callable[[int, Path], None], folder: Path) -> list[int | None]
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_others_and_leaves_work_to_take_up(tmp_path: Path) -> None:
     assert start(dead_worker, tmp_path) == [0, 9]
-    assert (tmp_path / "said").read_text().startswith("Failed: another process has died")
+    assert (tmp_path / "said").read_text().startswith("Lost: another process has died")
     assert start(whole_worker, tmp_path) == [0, 0]
     for rank in range(SIZE):
         resumed, whole = (found(tmp_path, name, rank)[0] for name in ("resumed", "whole"))
@@ -257,8 +258,12 @@ def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "own", "others"),
     [
-        ("one process fails", "ValueError: it is damaged", "Failed: process {} failed: ValueError: it is damaged"),
-        ("a folder of other work", "ValueError: {folder} holds other files", "Failed: process {} failed: ValueError: {folder} holds"),
+        ("one process fails", "ValueError: it is damaged", "Failed: process {} failed: it is damaged"),
+        (
+            "a folder of other work",
+            "ValueError: {folder} is where finished layers are kept, and holds other files",
+            "Failed: process {} failed: {folder} is where finished layers are kept, and holds",
+        ),
     ],
 )
 def test_all_processes_fail_with_the_message_of_one(name: str, own: str, others: str, folder: Path) -> None:

@@ -82,6 +82,15 @@ def test_the_experts_of_a_layer_are_one_group_as_long_as_they_are_alike() -> Non
     assert groups["head.out"].errors("output_error") == "0.0100"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [([None], "-"), ([None, None], "-"), ([0], "0"), ([None, 7], "0 to 7"), ([1200, 1200], "1,200"), ([3, 0, 40], "0 to 40")],
+)
+def test_tokens_of_experts_without_data_are_not_0(tokens: list[int | None], said: str) -> None:
+    (group,) = grouped([row(f"layers.0.mlp.experts.{i}.up", tokens=count) for i, count in enumerate(tokens)])
+    assert group.tokens == said
+
+
 def test_the_json_has_every_row_and_the_table_one_for_a_layers_experts() -> None:
     report = Report(tuple(UNEQUAL), ("embed.weight",), {}, 1.0)
     data = json.loads(report.to_json())

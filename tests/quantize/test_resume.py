@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_damaged_activations_are_made_from_the_finished_stages(work: Path, whole
 @pytest.mark.parametrize("text", ["{", "[1]", ""])
 def test_a_damaged_fingerprint_says_what_to_do(work: Path, text: str) -> None:
     (work / "fingerprint.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"fingerprint\.json is .*delete the folder {work} to begin again, or give another work_dir"):
+    with pytest.raises(ValueError, match=rf"fingerprint\.json is .*delete the folder {work} to begin again, or choose another place"):
         run(small(layers=LAYERS), bits=3, work_dir=work)
 
 
@@ -118,18 +119,50 @@ def test_a_run_killed_before_its_first_rename_is_taken_up(whole: tuple[Model, Pa
         context.setattr(Path, "replace", die)
         with pytest.raises(KeyboardInterrupt):
             run(small(layers=LAYERS), bits=3, work_dir=tmp_path / "work")
-    left = list((tmp_path / "work").iterdir())
-    assert [path.suffix for path in left] == [".tmp"]
-    left[0].write_text("{")
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"fingerprint.tmp", "lock"}
+    (tmp_path / "work/fingerprint.tmp").write_text("{")
     assert same_bits(run(small(layers=LAYERS), bits=3, work_dir=tmp_path / "work")[0], whole[0])
     assert not list((tmp_path / "work").glob("*.tmp"))
 
 
 def test_files_of_ones_own_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.tmp").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files; give an empty folder"):
+    with pytest.raises(ValueError, match=r"holds other files: notes\.tmp; move them away"):
         run(small(layers=LAYERS), bits=3, work_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.tmp"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"work is a file, where there should be the folder where finished layers are kept; move it"):
+        run(small(layers=LAYERS), bits=3, work_dir=tmp_path / "work")
+    with pytest.raises(OSError, match=r"work/inner, where finished layers are kept, cannot be made: .*; choose another place"):
+        run(small(layers=LAYERS), bits=3, work_dir=tmp_path / "work/inner")
+    assert (tmp_path / "work").read_text() == "mine"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_second_run_is_refused_while_the_first_has_the_folder(work: Path, tmp_path: Path, finished: bool) -> None:
+    folder, outcome = work if finished else tmp_path / "new", []
+
+    def second() -> None:
+        with pytest.raises(BlockingIOError, match=r", where finished layers are kept, is in use by another process; wait"):
+            run(small(layers=LAYERS), bits=3, work_dir=folder)
+        outcome.append("refused")
+
+    with resume.reserved(folder):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        run(small(layers=LAYERS), bits=3, work_dir=folder)  # who holds it may enter again
+    assert outcome == ["refused"]
+    run(small(layers=LAYERS), bits=3, work_dir=folder)
+
+
+def test_a_folder_in_which_nothing_came_about_goes(tmp_path: Path) -> None:
+    with resume.reserved(tmp_path / "work"):
+        pass
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,36 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import zoo
+from tests.quantize.damaged import Tensors, damage, edit, quantized_and_saved
 from tests.quantize.families import family_model
 from tests.quantize.models import MOE, ids, small
 from tests.zoo.oracle import llama_checkpoint
+from zoo.commands.output import print_saved
 from zoo.components.spec import load
 from zoo.model import Model
 from zoo.quantize import quantize, verify
 from zoo.quantize.contracts import Quantizer
 from zoo.quantize.rules import plan
 from zoo.quantize.verification import VerificationError, findings
-from zoo.verification import faults, scales_apart
+from zoo.verification import faults, same_bits, scales_apart
 from zoo.weights import linears
 
 Q = "model.layers.0.self_attn.q_proj."
-Tensors = dict[str, Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore:vLLM and SGLang multiply")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """A quantized model and the folder that it was saved to."""
-    folder = tmp_path_factory.mktemp("made")
-    llama_checkpoint(folder / "model", hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=64)
-    model = zoo.load(folder / "model")
-    quantize(model, "rtn", group_size=32, progress=False)
-    zoo.save(model, folder / "saved")
-    return model, folder / "saved"
+    return quantized_and_saved(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -52,19 +47,6 @@ def model(made: tuple[Model, Path]) -> Model:
 def saved(made: tuple[Model, Path], tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(made[1], tmp_path / "saved"))
-
-
-def damage(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    data = json.loads(file.read_text())
-    change(data)
-    file.write_text(json.dumps(data))
 
 
 def test_an_intact_folder_passes(model: Model, saved: Path) -> None:
@@ -185,7 +167,7 @@ def test_a_tied_flag_beside_another_head_does_not_load(model: Model, saved: Path
         (lambda t: t[Q + "weight_scale"][0].fill_(torch.nan), r"q_proj\.weight_scale: holds NaN"),
         (lambda t: t[Q + "weight_packed"][3, 3].add_(1), r"q\.packed: the values differ"),
         (lambda t: t["model.norm.weight"][0].mul_(2), r"norm\.weight: the values differ"),
-        (lambda t: t["model.norm.weight"].mul_(2), "the logits differ by"),
+        (lambda t: t["model.norm.weight"].mul_(2), r"the logits differ by [\d.e+-]+ of the largest, where 8e-06 is allowed"),
         (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].half()}), r"norm\.weight: the values differ"),
     ],
 )
@@ -212,6 +194,50 @@ def test_damage_is_named(change: Callable[[Tensors], Any], message: str, model: 
 )
 def test_single_tensors(name: str, tensor: Tensor, fault: str | None) -> None:
     assert list(faults(name, tensor, None)) == ([fault] if fault else [])
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "share"),
+    [
+        (torch.inf, ("lm_head.weight", 3), "one of the vocabulary"),
+        (torch.nan, ("lm_head.weight", 3), "one of the vocabulary"),
+        (torch.nan, ("model.norm.weight", 5), "all"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*hold NaN or infinite")
+def test_values_that_the_checkpoint_has_too_are_no_fault_and_logits_made_of_them_are_not_compared(
+    value: float, place: tuple[str, int], share: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama_checkpoint(tmp_path / "model", hidden_size=64, max_position_embeddings=64)
+    damage(tmp_path / "model", lambda t: t[place[0]][place[1]].fill_(value))
+    model = zoo.load(tmp_path / "model", lazy=True)
+    quantize(model, "rtn", group_size=16, progress=False)
+    saved = zoo.save(model, tmp_path / "saved")
+    assert saved.verified is not None
+    assert saved.verified.logit_difference == 0
+    expected = 1.0 if share == "all" else 1 / model.spec.embed.vocab  # type: ignore[attr-defined]
+    assert saved.verified.not_finite == pytest.approx(expected)
+    print_saved(saved)
+    assert "of the logits are NaN or infinite, as values of the model's own checkpoint are, and not compared" in capsys.readouterr().out
+    damage(tmp_path / "saved", lambda t: t[place[0]][place[1] + 1].fill_(value))
+    with pytest.raises(VerificationError, match="the values differ"):
+        verify(model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        (torch.nan, torch.nan, True),
+        (torch.inf, torch.inf, True),
+        (0.0, -0.0, False),
+        (1.0, torch.nan, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64])
+def test_bits_are_compared(ours: float, theirs: float, same: bool, dtype: torch.dtype) -> None:
+    a, b = torch.tensor(ours).to(dtype), torch.tensor(theirs).to(dtype)
+    assert same_bits(a, b) == same
+    assert same_bits(a.expand(2, 3), b.expand(2, 3)) == same
 
 
 def test_what_the_checkpoint_has_too_is_no_fault(tmp_path: Path) -> None:

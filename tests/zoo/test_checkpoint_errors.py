@@ -167,7 +167,7 @@ def test_overrides_are_checked(folder: Path) -> None:
 
 
 def test_wrong_dtype_word(folder: Path) -> None:
-    with pytest.raises(ValueError, match="no dtype named 'float3'; did you mean 'float32'"):
+    with pytest.raises(ValueError, match="dtype='float3' is none that weights can have; did you mean 'float32'"):
         zoo.load(folder, dtype="float3")
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zoo
 from tests.eval.made import make_tiny
-from zoo import cli
+from zoo import cli, saving
+from zoo.commands.options import with_home
+from zoo.quantize.resume import reserved
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,7 @@ def test_quantize_writes_a_verified_folder(zoo_command, model: str, tmp_path: Pa
 def test_quantize_takes_transforms_and_a_methods_own_defaults(zoo_command, model: str, tmp_path: Path) -> None:
     out = tmp_path / "awq"
     words = ("--samples", "2", "--length", "16", "--transform", "{name: rotation, block: 16}", "--transform", "smoothquant",
-             "--least-tokens", "3", "--offload", str(tmp_path), "--option", "symmetric=true")  # fmt: skip
+             "--least-tokens", "3", "--offload", str(tmp_path), "--option", "symmetric=true", "--calibrated-cache", "fp8")  # fmt: skip
     status, _, err = zoo_command("quantize", model, "rtn", "--out", str(out), "--group-size", "16", *words)
     assert status == 0, err
     report = json.loads((out / "quantization_report.json").read_text())
@@ -77,6 +82,11 @@ def test_quantize_takes_transforms_and_a_methods_own_defaults(zoo_command, model
     assert report["settings"]["method"] == {"name": "rtn", "group_size": 16}
     assert {c["transform"] for c in report["changes"]} >= {"smoothquant"}
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("activations")]
+    cache: Any = zoo.load(out).spec.cache
+    assert cache.name == "fp8"
+    assert cache.scales
+    status, _, err = zoo_command("quantize", model, "rtn", "--out", str(tmp_path / "no"), "--calibrated-cache", "kivi")
+    assert (status, "those that have: fp8, int8" in err) == (2, True)
     for given in ("bits=3", "symmetric"):
         status, _, err = zoo_command("quantize", model, "rtn", "--out", str(tmp_path / "no"), "--option", given)
         assert status == 2
@@ -160,3 +170,86 @@ def test_mistakes_are_one_message(zoo_command, model: str, tmp_path: Path, words
     assert status == 2
     assert message in err
     assert "Traceback" not in err
+
+
+# ---- where things are written ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tilde_is_the_home_folder_in_every_option(zoo_command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a line of text to round for\n" * 60)
+    words = ("quantize", model, "rtn", "--out=~/q", "--text=~/text.txt", "--offload=~", "--samples=1", "--length=8", "--group-size=16")
+    status, _, err = zoo_command(*words)
+    assert status == 0, err
+    assert sorted(p.name for p in tmp_path.glob("[!.]*")) == ["q", "text.txt"]  # hidden ones are caches of libraries
+    status, _, err = zoo_command(*words)
+    assert (status, "is not empty; it holds a checkpoint" in err) == (2, True)
+
+
+def test_paths_in_lists_are_expanded_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = {}
+    with_home(lambda **given: found.update(given))(image=[Path("~/a"), Path("b")], name="~/c", count=3)
+    assert found == {"image": [tmp_path / "a", Path("b")], "name": "~/c", "count": 3}
+
+
+def test_model_and_report_come_into_place_together(zoo_command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(made: Path, target: Path) -> None:
+        raise OSError(", ".join(sorted(p.name for p in made.iterdir() if p.suffix != ".png")))
+
+    monkeypatch.setattr(saving, "move_in", failing)
+    _, _, err = zoo_command("quantize", model, "rtn", "--out", str(tmp_path / "q"), "--group-size", "16")
+    assert "model.safetensors, quantization_report.html, quantization_report.json" in err
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["q.work"]
+    status, _, err = zoo_command("quantize", model, "rtn", "--out", str(tmp_path / "q"), "--group-size", "16")
+    assert status == 0, err
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]
+
+
+@pytest.mark.parametrize("words", [["quantize", "MODEL", "rtn", "--group-size", "16"], ["convert", "MODEL", "--to", "mha"]], ids=" ".join)
+def test_the_model_that_is_read_is_not_replaced(zoo_command, model: str, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setattr("zoo.quantize.quantize", lambda *_, **__: pytest.fail("it was quantized"))
+    monkeypatch.setattr("zoo.conversion.convert", lambda *_, **__: pytest.fail("it was converted"))
+    before = {p.name: p.read_bytes() for p in Path(model).iterdir()}
+    status, _, err = zoo_command(*(model if w == "MODEL" else w for w in words), "--out", model, "--overwrite")
+    assert status == 2
+    assert "which the model is read from, so it is never replaced" in err
+    assert {p.name: p.read_bytes() for p in Path(model).iterdir()} == before
+
+
+@pytest.mark.parametrize(("there", "message"), [
+    ("file", "q.work is a file, where there should be the folder where finished layers are kept; move it away"),
+    ("other files", "holds other files: notes.txt; move them away"),
+    ("other work", "belongs to another quantization: all_experts was None, is False"),
+    ("another run", "q.work, where finished layers are kept, is in use by another process; wait until that is done"),
+])  # fmt: skip
+def test_what_is_in_the_place_of_the_work_folder(zoo_command, model: str, tmp_path: Path, there: str, message: str) -> None:
+    work = tmp_path / "q.work"
+    lock = reserved(work)
+    with ThreadPoolExecutor(1) as other, ExitStack() as held:
+        if there == "file":
+            work.write_text("mine")
+        else:
+            work.mkdir()
+        if there == "other files":
+            (work / "notes.txt").write_text("mine")
+        if there == "other work":
+            (work / "fingerprint.json").write_text("{}")
+        if there == "another run":
+            other.submit(lock.__enter__).result()
+            held.callback(lambda: other.submit(lock.__exit__, None, None, None).result())
+        status, _, err = zoo_command("quantize", model, "rtn", "--out", str(tmp_path / "q"), "--group-size", "16")
+    assert status == 2
+    assert message in err
+    assert "work_dir" not in err
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("bits", ["nan", "inf", "-3.5", "1e400"])
+@pytest.mark.parametrize("format", [[], ["--format", "gptq"]], ids=str)
+def test_bits_that_are_no_number_of_bits(zoo_command, tmp_path: Path, bits: str, format: list[str]) -> None:
+    status, _, err = zoo_command("quantize", "./nowhere", "rtn", "--out", str(tmp_path / "q"), f"--bits={bits}", *format)
+    assert status == 2
+    assert f"bits={float(bits)}: give a positive, finite number of bits per weight" in err

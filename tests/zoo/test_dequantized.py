@@ -15,7 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import zoo
 from tests.zoo.families.harness import Case, ids
 from zoo.checkpoint import CheckpointError
-from zoo.dequantized import from_fp8, from_mxfp4
+from zoo.components.spec import TensorInfo
+from zoo.dequantized import fp8, from_fp8, from_mxfp4
 from zoo.weights import linears
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
@@ -163,3 +164,31 @@ def test_a_vector_in_fp8_has_no_blocks_and_is_named(deepseek: tuple[Path, Path],
     broken = rewritten(deepseek[1], tmp_path / "broken", tensors, FP8)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[\d+\], and a tensor of one dimension has no blocks"):
         zoo.load(broken, quantized="dequantize")
+
+
+def test_scales_of_inputs_are_no_part_of_weights(tmp_path: Path) -> None:
+    """Also of those that several modules share, beside a module's weight or beside stacked ones, which are plain in any case."""
+    Case("phi3", "Phi3ForCausalLM", {"pad_token_id": 0}).write(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    packed = dict(tensors)
+    for name in (n for n in tensors if n.endswith("_proj.weight")):
+        packed |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.tensor(0.5)}
+        packed[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(0.25)
+        tensors[name] = packed[name].float() * 0.5
+    save_file(tensors, tmp_path / "plain/model.safetensors", metadata={"format": "pt"})
+    static = FP8 | {"activation_scheme": "static", "weight_block_size": None}
+    folder = rewritten(tmp_path / "plain", tmp_path / "fp8", packed, static)
+    with pytest.warns(UserWarning, match="the 8 scales that inputs are rounded by are left out"):
+        plain = zoo.load(folder, quantized="dequantize")
+    with pytest.warns(UserWarning, match="the 4 scales that inputs are rounded by are left out"):
+        kept = zoo.load(folder)
+    exact = zoo.load(tmp_path / "plain")
+    for path, _ in linears(exact.spec):
+        for model in (plain, kept):
+            assert torch.equal(model.get_submodule(path).dense_weight(torch.float32), exact.get_submodule(path).dense_weight()), path
+
+
+def test_scales_of_stacked_inputs_are_consumed() -> None:
+    infos = {"experts.down_proj": TensorInfo((2, 4, 4), "float8_e4m3fn"), "experts.down_proj_scale_inv": TensorInfo((), "float32"),
+             "experts.down_proj_activation_scale": TensorInfo((2,), "float32")}  # fmt: skip
+    assert fp8({}, infos)["experts.down_proj"].parts == tuple(infos)

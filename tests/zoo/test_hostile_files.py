@@ -19,7 +19,8 @@ from tests.zoo.test_classify import SETTINGS, vit
 from tests.zoo.test_images import picture
 from zoo.checkpoint import CheckpointError
 from zoo.classify import classify
-from zoo.components.spec import MOST, SpecError, dump, load
+from zoo.components.repeats import MOST
+from zoo.components.spec import SpecError, dump, load
 from zoo.layouts import split, split_evenly, viewed
 from zoo.model import ModelSpec
 from zoo.quantize.formats.compressed_tensors._matching import match

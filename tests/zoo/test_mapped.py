@@ -44,13 +44,15 @@ def test_changing_them_leaves_the_file_as_it_is(folder: Path) -> None:
     assert float(zoo.load(folder, dtype="bfloat16").norm.weight.max()) != 7
 
 
-def test_a_model_is_saved_over_the_files_that_it_lies_in(folder: Path) -> None:
+def test_a_model_is_not_saved_over_the_files_that_it_lies_in(folder: Path) -> None:
     model = zoo.load(folder, dtype="bfloat16")
     ids = torch.arange(8)[None]
     expected = model(ids)
-    zoo.save(model, folder, overwrite=True)
+    with pytest.raises(FileExistsError, match="which the model is read from, so it is never replaced; choose another one"):
+        zoo.save(model, folder, overwrite=True)
+    zoo.save(model, folder.with_name("other"))
     assert torch.equal(model(ids), expected)
-    assert torch.equal(zoo.load(folder, dtype="bfloat16")(ids), expected)
+    assert torch.equal(zoo.load(folder.with_name("other"), dtype="bfloat16")(ids), expected)
 
 
 def test_a_copy_takes_the_bytes_of_its_tensor_alone(folder: Path) -> None:

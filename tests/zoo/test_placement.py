@@ -219,6 +219,33 @@ def test_packed_weights_that_rearrange_themselves_stay_in_one_place(folder: Path
     assert torch.equal(kept(IDS), zoo.load(tmp_path / "packed")(IDS))
 
 
+@pytest.mark.filterwarnings("ignore:vLLM and SGLang")
+@pytest.mark.parametrize("where", [{"": "disk"}, {"": "disk", "layers.1": "cpu"}], ids=str)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fp8", {"scale_per": "tensor"}),
+        ("fp8", {"inputs": "token"}),
+        ("w8a8", {}),
+        ("nf4", {"nested": True}),
+        ("llm_int8", {}),
+        ("mxfp", {"rules": ["*.mlp.down=keep"]}),  # of 48 inputs
+        ("nvfp4", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_packed_weights_are_streamed_to_the_same_logits(
+    folder: Path, tmp_path: Path, method: str, options: dict[str, Any], where: dict[str, int | str]
+) -> None:
+    model = zoo.load(folder)
+    quantize(model, method, progress=False, **options)
+    zoo.save(model, tmp_path / "packed")
+    for quantized in ("keep", "dequantize"):
+        spread = zoo.load(tmp_path / "packed", quantized=quantized, device_map=where, offload_folder=tmp_path / "weights")
+        plain = zoo.load(tmp_path / "packed", quantized=quantized)
+        assert torch.equal(logits(spread, cached=True), logits(plain, cached=True))
+
+
 @pytest.mark.parametrize(("limit", "status"), [("0=80GiB", 0), ("0=1GiB", 1)])
 def test_the_command_line_prints_a_plan_and_what_does_not_fit(tmp_path: Path, limit: str, status: int) -> None:
     (tmp_path / "large.yaml").write_text(json.dumps(dump(large()[0])))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ({"config.json": "{"}, "names no model_type"),
         ({"config.json": '{"model_type": "llama"}', ".git/HEAD": "ref"}, "under version control"),
         ({"model/config.json": '{"model_type": "llama"}'}, "no config.json"),
+        ({"config.json": '{"model_type": "llama"}', "checkpoint-500/model.safetensors": "weights"}, "holds folders (checkpoint-500)"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -140,6 +142,100 @@ def test_a_failed_check_changes_nothing(model: Model, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not equal"):
         zoo.save(model, tmp_path / "model", overwrite=True, check=check)
     assert contents(tmp_path / "model") == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf", "link"])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_what_the_model_is_read_from_is_never_replaced(tmp_path: Path, kind: str, lazy: bool) -> None:
+    make_tiny(tmp_path / "model")
+    source = target = tmp_path / ("model.gguf" if kind == "gguf" else "model")
+    if kind == "gguf":
+        zoo.save(zoo.load(tmp_path / "model"), source, format="gguf")
+    if kind == "link":
+        target = tmp_path / "link"
+        target.symlink_to(source)
+    read, before = zoo.load(source, lazy=lazy), contents(tmp_path)
+    with pytest.raises(FileExistsError, match=rf"{target.name} is or holds .*model.*, which the model is read from, so it is never"):
+        zoo.save(read, target, format="gguf" if kind == "gguf" else None, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"format": 5}, TypeError, "format must be str | None, got 5"),
+    ({"format": ""}, ValueError, "no format named ''"),
+    ({"blocks": 5}, TypeError, "blocks must be str | None, got 5"),
+    ({"shard_bytes": 0}, ValueError, "shard_bytes must be at least 1, got 0"),
+    ({"shard_bytes": -1}, ValueError, "shard_bytes must be at least 1, got -1"),
+    ({"shard_bytes": 1e9}, TypeError, "shard_bytes must be int, got 1000000000.0"),
+    ({"overwrite": "no"}, TypeError, "overwrite must be bool, got 'no'"),
+])  # fmt: skip
+def test_settings_that_make_no_sense(model: Model, tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as e:
+        zoo.save(model, tmp_path / "model", **settings)
+    assert message in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- processes that were killed, and others at the same time ---------------------------------------------------------------------
+
+
+def left_behind(folder: Path, *parts: str) -> None:
+    """What a killed save leaves: its folder with a lock that nobody holds."""
+    aside = folder.with_name(f".{folder.name}.saving")
+    for part in parts:
+        (aside / part).mkdir(parents=True)
+        (aside / part / "config.json").write_text(json.dumps({"model_type": "llama", "was": part}))
+    (aside / "lock").touch()
+
+
+def test_what_a_killed_save_left_is_removed(model: Model, tmp_path: Path) -> None:
+    left_behind(tmp_path / "model", "new")
+    (tmp_path / ".other.saving").mkdir()
+    zoo.save(model, tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.saving", "model"]
+    assert set(contents(tmp_path / "model")) == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_old_checkpoint_that_a_killed_save_had_moved_aside_is_put_back(model: Model, tmp_path: Path, overwrite: bool) -> None:
+    left_behind(tmp_path / "model", "new", "old")
+    if overwrite:
+        zoo.save(model, tmp_path / "model", overwrite=True)
+        assert set(contents(tmp_path / "model")) == {"config.json", "model.safetensors"}
+    else:
+        with pytest.raises(FileExistsError, match="it holds a checkpoint"):
+            zoo.save(model, tmp_path / "model")
+        assert json.loads((tmp_path / "model/config.json").read_text())["was"] == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_folders_of_that_name_which_no_save_made_are_left_alone(model: Model, tmp_path: Path) -> None:
+    (tmp_path / ".model.saving").mkdir()
+    (tmp_path / ".model.saving/mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"\.model\.saving is in the way: .*; move it away"):
+        zoo.save(model, tmp_path / "model")
+    assert contents(tmp_path) == {".model.saving/mine.txt": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["model", "model.gguf"])
+def test_two_saves_at_once_do_not_disturb_each_other(model: Model, tmp_path: Path, name: str) -> None:
+    make_tiny(tmp_path / "tiny")
+    tiny, outcome = zoo.load(tmp_path / "tiny"), []
+    settings: dict[str, Any] = {"format": "gguf"} if name.endswith(".gguf") else {}
+
+    def second() -> None:
+        with pytest.raises(BlockingIOError, match=rf"where .*{name} is made, is in use by another process; wait"):
+            zoo.save(tiny, tmp_path / name, **settings)
+        outcome.append("refused")
+
+    def check(_: Path) -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    zoo.save(tiny, tmp_path / name, check=check, **settings)
+    assert outcome == ["refused"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["tiny", name])
 
 
 @pytest.mark.parametrize("dense", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,9 +35,8 @@ def convert_model(loading: Loading, model: ModelArgument,
     from zoo.conversion import convert
     from zoo.eval import memory, perplexity
     from zoo.eval.results import check_target
-    from zoo.quantize import verify
     from zoo.quantize.calibration import windows
-    from zoo.saving import check_folder, save
+    from zoo.saving import check_folder, check_not_read, check_saved, save
 
     loading.check_whole("converting")
     planned, calibrated = planned_steps(loading.spec(model), to)
@@ -45,6 +45,8 @@ def convert_model(loading: Loading, model: ModelArgument,
     if json_out:
         check_target(json_out)
     loaded = loading.load(model)
+    if out is not None:
+        check_not_read(loaded, out)
     ids = windows(loaded, calibration, samples, length, seed) if samples and calibrated else None
     before = perplexity(loaded, text, context=context or min(512, loaded.spec.context, planned.context), limit=limit)
     new, rows = loaded, []
@@ -58,7 +60,7 @@ def convert_model(loading: Loading, model: ModelArgument,
     if json_out:
         write_figures(json_out, (model, loaded, before), (" ".join(["converted to", *to]), new, after), rows)
     if out is not None:
-        print_saved(save(new, out, overwrite=overwrite, check=lambda folder: verify(new, folder)))
+        print_saved(save(new, out, overwrite=overwrite, check=partial(check_saved, new)))
 
 
 def planned_steps(spec: ModelSpec, to: Sequence[str]) -> tuple[ModelSpec, bool]:

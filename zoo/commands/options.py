@@ -69,8 +69,7 @@ class Loading:
         from zoo.declare import spec
         from zoo.storages import plain_spec
 
-        found = spec(reference, *self.edits)
-        return plain_spec(found) if self.quantized == "dequantize" else found
+        return spec(plain_spec(spec(reference)), *self.edits) if self.quantized == "dequantize" else spec(reference, *self.edits)
 
     def check_whole(self, doing: str) -> None:
         """Raise ValueError, before anything is read, where the options spread a model of which ``doing`` needs all at one place."""
@@ -98,6 +97,21 @@ def with_loading(**defaults: str) -> Callable[[Callable[..., None]], Callable[..
         return called
 
     return decorate
+
+
+def with_home(command: Callable[..., None]) -> Callable[..., None]:
+    """Let ~ in the paths that a command is given stand for the user's home, which shells replace only at the start of a word."""
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [expanded(one) for one in value]
+        return value.expanduser() if isinstance(value, Path) else value
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        command(**{name: expanded(value) for name, value in given.items()})
+
+    return called
 
 
 def read_device_map(given: Sequence[str]) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,13 +36,18 @@ def quantize_model(loading: Loading, model: ModelArgument,
                    least_tokens: Annotated[int, typer.Option(help="Experts that saw fewer are rounded without data.")] = 1,
                    all_experts: Annotated[bool, typer.Option("--all-experts", help="Show every token to every expert.")] = False,
                    offload: Annotated[Path | None, typer.Option(help="Folder for activations, which else lie in memory.")] = None,
+                   calibrated_cache: Annotated[str | None, typer.Option(help="fp8 or int8: the cache, with scales "
+                                                                             "from the calibration text.")] = None,
                    format: Annotated[str | None, typer.Option(help="Of the files (zoo list format); the first that fits.")] = None,
                    overwrite: bool = False) -> None:  # fmt: skip
     """Quantize a model layer by layer and write it; a killed run continues when started again. Processes of torchrun share the work."""
     from zoo.components.spec import read_value
-    from zoo.quantize import quantize
+    from zoo.quantize import calibrate_cache, quantize
+    from zoo.quantize.cache_scales import check_calibratable
     from zoo.quantize.distributed import launched
-    from zoo.saving import check_folder
+    from zoo.quantize.resume import reserved
+    from zoo.replacing import clear
+    from zoo.saving import check_folder, check_not_read
 
     loading.check_whole("quantizing")
     check_folder(out, overwrite)
@@ -50,30 +55,40 @@ def quantize_model(loading: Loading, model: ModelArgument,
     options = quantizer_options(bits, group_size, option or ())
     if format is not None:
         check_fits(format, method, options | ({"bits": int(bits)} if bits is not None else {}))
-    with launched(loading.device) as process:
-        loaded = replace(loading, device=process.device).load(model, lazy=True)
-        if format is not None:
-            check_together(format, loaded, method, options, rule or ())
-        report = quantize(loaded, method, transforms=[read_value(t) for t in transform or ()], calibration=text, samples=samples,
-                          length=length, seed=seed, rules=rule or (), choices=choice, least_tokens=least_tokens, all_experts=all_experts,
-                          work_dir=work, offload=offload, **options)  # fmt: skip
-    if process.first:
-        write(loaded, report, out, format, overwrite)
-        shutil.rmtree(work)
+    with ExitStack() as stack:
+        with launched(loading.device) as process:
+            if process.first:
+                stack.enter_context(reserved(work))
+            loaded = replace(loading, device=process.device).load(model, lazy=True)
+            check_not_read(loaded, out)
+            if calibrated_cache is not None:
+                check_calibratable(loaded.spec, calibrated_cache)
+            if format is not None:
+                check_together(format, loaded, method, options, rule or ())
+            report = quantize(loaded, method, transforms=[read_value(t) for t in transform or ()], calibration=text, samples=samples,
+                              length=length, seed=seed, rules=rule or (), choices=choice, least_tokens=least_tokens,
+                              all_experts=all_experts, work_dir=work, offload=offload, **options)  # fmt: skip
+        if process.first:
+            if calibrated_cache is not None:
+                calibrate_cache(loaded, calibrated_cache, calibration=text, samples=samples, length=length, seed=seed)
+            write(loaded, report, out, format, overwrite)
+            clear(work)
 
 
 def write(loaded: Model, report: Report, out: Path, format: str | None, overwrite: bool) -> None:
-    """Print what was done, write the model with its report, and print where."""
+    """Print what was done, write the model with its report, and print where. Both come into place together."""
     from zoo.eval.quantization import write_quantization_report
-    from zoo.quantize import verify
-    from zoo.saving import save
+    from zoo.saving import check_saved, save
 
     if report.budget:
         console().print(report.budget.table())
     console().print(report.table())
-    saved = save(loaded, out, format=format, overwrite=overwrite, check=lambda folder: verify(loaded, folder))
-    write_quantization_report(report, out, out.name)
-    print_saved(saved)
+
+    def finish(folder: Path) -> object:
+        write_quantization_report(report, folder, out.name)
+        return check_saved(loaded, folder)
+
+    print_saved(save(loaded, out, format=format, overwrite=overwrite, check=finish))
 
 
 def check_fits(format: str, method: str, options: dict[str, Any]) -> None:
@@ -104,7 +119,10 @@ def check_together(format: str, model: Model, method: str, options: dict[str, An
 def quantizer_options(bits: float | None, group_size: int | None, further: Sequence[str]) -> dict[str, Any]:
     """A quantizer's fields from the options of the command line; what is not given is the method's own default."""
     from zoo.components.spec import read_value
+    from zoo.quantize.budget import check_mean
 
+    if bits is not None:
+        check_mean(bits)
     options: dict[str, Any] = {} if bits is None else {"bits": int(bits) if bits.is_integer() else bits}
     if group_size is not None:
         options["group_size"] = group_size or None

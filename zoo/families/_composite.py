@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from zoo.components.contracts import Head, Norm
 from zoo.components.head.classification import Classification
+from zoo.config_checks import MOST_LAYERS
 from zoo.families._decoder import Config, Fields, same
 from zoo.families._tower import ImageTower, is_classifier, label_fields, labels, prefixed
 from zoo.family import Family, expect
-from zoo.loading import MOST_LAYERS
 from zoo.model import ModelSpec
 from zoo.weights import Rule
 

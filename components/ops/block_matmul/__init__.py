@@ -42,14 +42,14 @@ class BlockMatmul(Spec):
     rank: ClassVar[int] = 0
 
     @abstractmethod
-    def refuses(self, form: Form, device: torch.device) -> list[str]:
-        """Reasons why it cannot multiply this weight on this device; empty means that it can."""
+    def refuses(self, form: Form, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Reasons why it cannot multiply this weight by inputs of this dtype on this device; empty means that it can."""
 
     @abstractmethod
     def product(self, form: Form, held: Held, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x; differentiable in x."""
 
 
-def choose(wanted: BlockMatmul | None, form: Form, device: torch.device) -> BlockMatmul:
+def choose(wanted: BlockMatmul | None, form: Form, device: torch.device, dtype: torch.dtype) -> BlockMatmul:
     """``wanted``, or for None the fastest implementation that accepts. Raises ValueError with the reasons of one that refuses."""
-    return fastest(BlockMatmul, wanted, form, device)
+    return fastest(BlockMatmul, wanted, form, device, dtype)

@@ -13,6 +13,7 @@ from zoo.components.ops.block_matmul.reference import scales
 from zoo.components.ops.bnb import unusable
 from zoo.components.registry import part
 
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # others its CPU operator takes, and reads the memory as one of these
 COMPILED = 2048  # block size from which it has no routine of its own on some CPUs, and waits for torch's compiler
 
 
@@ -23,9 +24,12 @@ class BitsAndBytes(BlockMatmul):
 
     rank = 1
 
-    def refuses(self, form: Form, device: torch.device) -> list[str]:
-        compiled = device.type == "cpu" and form.block_size >= COMPILED
-        return [*unusable(device), *([f"compiles its product for blocks of {form.block_size} on the CPU"] if compiled else [])]
+    def refuses(self, form: Form, device: torch.device, dtype: torch.dtype) -> list[str]:
+        facts = {
+            f"compiles its product for blocks of {form.block_size} on the CPU": device.type == "cpu" and form.block_size >= COMPILED,
+            f"multiplies float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}": dtype not in KINDS,
+        }
+        return [*unusable(device), *(why for why, holds in facts.items() if holds)]
 
     def product(self, form: Form, held: Held, x: Tensor) -> Tensor:
         if x.device.type == "cpu" or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():

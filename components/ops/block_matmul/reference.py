@@ -18,7 +18,7 @@ from zoo.components.registry import part
 class Reference(BlockMatmul):
     """Dequantize to the activation's dtype, then multiply; on any device."""
 
-    def refuses(self, form: Form, device: torch.device) -> list[str]:
+    def refuses(self, form: Form, device: torch.device, dtype: torch.dtype) -> list[str]:
         return []
 
     def product(self, form: Form, held: Held, x: Tensor) -> Tensor:

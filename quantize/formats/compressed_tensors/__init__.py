@@ -22,6 +22,7 @@ from zoo.quantize.formats.compressed_tensors._scheme import Scheme
 
 PLACE = "quantization_config"
 UNSUPPORTED = ("transform_config", "sparsity_config")
+NO_SCHEME = "compressed-tensors has no scheme for {}"
 MIXED = "mixed-precision"  # each group names its own format
 # the first that holds a storage is written
 SCHEMES: tuple[Scheme, ...] = (PackQuantized(), IntQuantized(), MXFP4(), MXFP6(), MXFP8(), NVFP4(), FloatQuantized())
@@ -36,7 +37,7 @@ class CompressedTensors(Format):
     method = "compressed-tensors"
 
     def storage(self, config: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Linear | None:
-        problems = [f"quantization_config.{field} is not supported" for field in UNSUPPORTED if config.get(field)]
+        problems = [f"{PLACE}.{field} is not supported" for field in UNSUPPORTED if config.get(field) not in (None, {})]
         if problems:
             raise ValueError("; ".join(problems))
         ignored = words(config, "ignore", PLACE)
@@ -50,7 +51,8 @@ class CompressedTensors(Format):
         if found is None:
             return None
         group, place = groups[targets[found]], f"{PLACE}.config_groups.{targets[found]}"
-        return _scheme(group.get("format") or config.get("format"), place).storage(group, place, tensors)
+        format = config.get("format") if group.get("format") is None else group["format"]
+        return _scheme(format, place).storage(group, place, tensors)
 
     def disk_names(self, storage: Linear, bias: bool) -> list[str]:
         return _scheme_of(storage).disk_names(storage, bias)
@@ -63,7 +65,7 @@ class CompressedTensors(Format):
 
     def accepts(self, storage: Linear) -> list[str]:
         scheme = next((scheme for scheme in SCHEMES if scheme.holds(storage)), None)
-        return [f"compressed-tensors has no scheme for {dump(storage)}"] if scheme is None else scheme.refuses(storage)
+        return [NO_SCHEME.format(dump(storage))] if scheme is None else scheme.refuses(storage)
 
     def config(self, storages: Mapping[str, Linear]) -> dict[str, Any]:
         """One group per kind of storage. The most frequent one targets all linears, the others name their modules."""
@@ -110,4 +112,7 @@ def _scheme(format: Any, place: str) -> Scheme:
 
 
 def _scheme_of(storage: Linear) -> Scheme:
-    return next(scheme for scheme in SCHEMES if scheme.holds(storage))
+    found = next((scheme for scheme in SCHEMES if scheme.holds(storage)), None)
+    if found is None:
+        raise ValueError(NO_SCHEME.format(dump(storage)))
+    return found

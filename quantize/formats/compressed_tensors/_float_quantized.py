@@ -12,6 +12,7 @@ from zoo.components.contracts import Linear
 from zoo.components.linear.packed_float import PackedFloat
 from zoo.components.numerics.scaled import ScaleName
 from zoo.components.spec import TensorInfo
+from zoo.formats import member
 from zoo.quantize.formats._float_tensors import Names, Typed
 from zoo.quantize.formats.compressed_tensors._floats import NAMES, FloatScheme
 from zoo.quantize.formats.compressed_tensors._scheme import Allowed, Group, raise_for
@@ -31,12 +32,13 @@ class FloatQuantized(FloatScheme):
     names: ClassVar[Names] = NAMES | {"packed": "weight"}
 
     def storage(self, group: Group, place: str, tensors: Mapping[str, TensorInfo]) -> PackedFloat:
-        weights = group.get("weights") or {}
-        shape = weights.get("block_structure") if isinstance(weights, Mapping) else None
+        weights = member(group, "weights", Mapping, {}, place)
+        shape, strategy = weights.get("block_structure"), weights.get("strategy")
         if shape is not None and not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
             raise_for(place, iter([f"weights.block_structure must be [outputs, inputs], it is {shape!r:.60}"]))
-        if shape is None and isinstance(weights, Mapping) and weights.get("strategy") == "block":
-            raise_for(place, iter(["weights.block_structure is missing"]))
+        if (shape is None) == (strategy == "block"):
+            why = "is missing" if shape is None else f"is for the strategy block, not for {strategy!r:.60}"
+            raise_for(place, iter([f"weights.block_structure {why}"]))
         return super().storage(group, place, tensors)
 
     def weight(self, arguments: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> PackedFloat:

@@ -47,7 +47,7 @@ class FloatScheme(Scheme):
 
     def storage(self, group: Group, place: str, tensors: Mapping[str, TensorInfo]) -> PackedFloat:
         weights = arguments(group, "weights", place)
-        inputs = arguments(group, "input_activations", place) if group.get("input_activations") else None
+        inputs = arguments(group, "input_activations", place) if group.get("input_activations") is not None else None
         raise_for(place, self._reasons(group, weights, inputs))
         return replace(self.weight(weights, tensors), inputs=read_inputs(inputs) if inputs else None)
 
@@ -86,7 +86,7 @@ class FloatScheme(Scheme):
         yield from wrong(weights, {**WEIGHTS, **self.weights}, "weights")
         if inputs is not None:
             yield from _wrong_inputs(inputs)
-        if group.get("output_activations"):
+        if group.get("output_activations") is not None:
             yield "output_activations: rounded outputs are not supported"
 
 
@@ -120,7 +120,7 @@ def write_inputs(inputs: FloatInputs | None) -> dict[str, Any] | None:
 
 def _wrong_inputs(inputs: Mapping[str, Any]) -> Iterator[str]:
     yield from wrong(inputs, {**INPUTS, "strategy": tuple(SCALES)}, "input_activations")
-    if inputs["strategy"] not in SCALES:
+    if inputs["strategy"] not in tuple(SCALES):  # which need not be hashable
         return
     dynamic, base = SCALES[inputs["strategy"]]
     kinds = (None, E4M3) if base.scale == "e4m3" else (None, BYTE)

@@ -11,6 +11,7 @@ from torch import Tensor
 from zoo.components.contracts import Linear
 from zoo.components.linear.int8 import Int8
 from zoo.components.spec import TensorInfo, load
+from zoo.formats import check_floats, check_values, member
 from zoo.quantize.formats.compressed_tensors._scheme import Allowed, Group, Scheme, arguments, raise_for, wrong
 
 NAMES = {"weight": "weight", "scale": "weight_scale", "input_scale": "input_scale", "bias": "bias"}
@@ -29,7 +30,7 @@ class IntQuantized(Scheme):
     formats = ("int-quantized",)
 
     def storage(self, group: Group, place: str, tensors: Mapping[str, TensorInfo]) -> Int8:
-        weights, inputs = arguments(group, "weights", place), dict(group.get("input_activations") or {})
+        weights, inputs = arguments(group, "weights", place), dict(member(group, "input_activations", Mapping, {}, place))
         raise_for(place, _reasons(group, weights, inputs))
         scale = tensors.get(NAMES["scale"], TensorInfo((), "float32")).dtype
         return load(Int8, {"inputs": inputs["strategy"], "scale_dtype": scale if scale in SCALES else "float32"}, place)
@@ -55,12 +56,14 @@ class IntQuantized(Scheme):
         if ours["weight"].shape != (outputs, inputs) or ours["weight"].dtype != torch.int8:
             given = f"{str(ours['weight'].dtype).removeprefix('torch.')} {list(ours['weight'].shape)}"
             raise ValueError(f"weight is {given}, it must be int8 {[outputs, inputs]}")
+        check_floats((NAMES["scale"], NAMES["input_scale"]), tensors)
         for name, size in (("scale", outputs), ("input_scale", 1)):
             if name in ours and ours[name].numel() not in (1, size):
                 raise ValueError(f"{NAMES[name]} is {list(ours[name].shape)}, it must hold 1 or {size} numbers")
         ours["scale"] = ours["scale"].reshape(-1, 1).expand(outputs, 1).contiguous()
         if "input_scale" in ours:
             ours["input_scale"] = ours["input_scale"].reshape(1).float()
+        check_values(storage, ours, NAMES)
         return ours
 
     def encode(self, storage: Linear, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> dict[str, Tensor]:
@@ -73,8 +76,8 @@ def _reasons(group: Group, weights: Mapping[str, Any], inputs: Mapping[str, Any]
         yield "input_activations is missing: weights of 8 bits without rounded inputs are written as pack-quantized"
         return
     yield from wrong(inputs, {**COMMON, "strategy": tuple(DYNAMIC)}, "input_activations")
-    if inputs.get("strategy") in DYNAMIC:
+    if inputs.get("strategy") in tuple(DYNAMIC):  # which need not be hashable
         yield from wrong(inputs, {"dynamic": (DYNAMIC[inputs["strategy"]], *((None,) if inputs["strategy"] == "tensor" else ()))},
                          "input_activations")  # fmt: skip
-    if group.get("output_activations"):
+    if group.get("output_activations") is not None:
         yield "output_activations: rounded outputs are not supported"

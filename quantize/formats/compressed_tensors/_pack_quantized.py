@@ -86,7 +86,7 @@ class PackQuantized(Scheme):
 def _reasons(group: Group, weights: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     yield from wrong(weights, WEIGHTS, "weights")
     for field in ("input_activations", "output_activations"):
-        if group.get(field):
+        if group.get(field) is not None:
             yield f"{field}: quantized activations are not supported with packed weights"
     if INDEX in tensors:
         yield f"{INDEX}: act-order by index is not supported"

@@ -14,6 +14,7 @@ from zoo.formats import member
 
 Group = Mapping[str, Any]  # an entry of config_groups: targets, format, weights, input_activations, output_activations
 Allowed = Mapping[str, tuple[Any, ...]]  # field -> the values that are understood
+GROUPED = ("group", "tensor_group")  # strategies
 
 
 class Scheme(ABC):
@@ -52,7 +53,7 @@ def arguments(group: Group, name: str, place: str) -> dict[str, Any]:
     found = dict(member(group, name, Mapping, {}, place))
     size = found.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    return found | {"strategy": found.get("strategy") or inferred}
+    return found | ({} if found.get("strategy") is not None else {"strategy": inferred})
 
 
 def wrong(data: Mapping[str, Any], allowed: Allowed, name: str) -> Iterator[str]:
@@ -62,13 +63,16 @@ def wrong(data: Mapping[str, Any], allowed: Allowed, name: str) -> Iterator[str]
         if (type(value), value) not in [(type(v), v) for v in values]:  # True is not 1
             said = " is missing" if value is None else f": {value!r:.60} is not supported"
             yield f"{name}.{field}{said}; supported: {', '.join(str(v) for v in values if v is not None)}"
-    size = data.get("group_size")
-    if data.get("strategy") == "group" and not (type(size) is int and size > 0):
+    size: Any = data.get("group_size")
+    whole = type(size) is int
+    if data.get("strategy") in GROUPED and not (whole and size > 0):
         yield f"{name}.group_size: a positive number is needed, got {size!r:.60}"
+    if data.get("strategy") not in GROUPED and size is not None and not (whole and size in (0, -1)):
+        yield f"{name}.group_size: {size!r:.60} is for the strategies {' and '.join(GROUPED)}, not for {data.get('strategy')!r:.60}"
 
 
 def raise_for(place: str, reasons: Iterator[str]) -> None:
     """Raise ValueError with all reasons, each with its place, if there are any."""
-    problems = [f"{place}.{reason}" for reason in reasons]
+    problems = [f"{place}.{reason}" for reason in dict.fromkeys(reasons)]
     if problems:
         raise ValueError("; ".join(problems))

@@ -1,0 +1,1 @@
+../../zoo/config_checks.py
