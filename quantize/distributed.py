@@ -24,6 +24,8 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from zoo.quantize.conversation import PATIENCE, Conversation, Failed, Lost
 
@@ -292,7 +294,7 @@ def launched(device: str) -> Iterator[Launched]:
     if not dist.is_available() or not dist.is_torchelastic_launched():
         yield Launched(device, True)
         return
-    store, rank, size = next(iter(dist.rendezvous("env://")))
+    store, rank, size = next(iter(rendezvous("env://")))
     with _said_once(store):
         gpu = _own_gpu(device) if torch.device(device).type == "cuda" else None
         dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size)
@@ -303,7 +305,7 @@ def launched(device: str) -> Iterator[Launched]:
 
 
 @contextmanager
-def _said_once(store: dist.Store) -> Iterator[None]:
+def _said_once(store: Store) -> Iterator[None]:
     """Let one of the processes with the same error raise it, and none that only followed another; those end quietly."""
     try:
         yield
@@ -314,7 +316,7 @@ def _said_once(store: dist.Store) -> Iterator[None]:
         raise
 
 
-def _is_said(store: dist.Store, message: str) -> bool:
+def _is_said(store: Store, message: str) -> bool:
     """Whether another process was the first to ask this; False where what counts is gone with its process."""
     try:
         return store.add(f"said/{message}", 1) > 1

@@ -80,7 +80,7 @@ def quantize(model: Model, method: QuantizerLike = "gptq", *, transforms: Sequen
                                    "work_dir": work_dir, "offload": offload, "progress": progress})  # fmt: skip
         place_of_work, folder = _place("work_dir", work_dir), _folder(offload)
         model.check_whole("quantizing")
-        data = partial(windows, model, calibration, samples, length, seed)
+        data, lazy = partial(windows, model, calibration, samples, length, seed), is_lazy(model)  # a budget loads the model
         budget = processes.decided(lambda: budgeted(model, method, options, choices, rules, data))
         if budget is not None:
             options, rules = options | {"bits": budget.base}, [*budget.rules, *rules]
@@ -107,7 +107,7 @@ def quantize(model: Model, method: QuantizerLike = "gptq", *, transforms: Sequen
         cost.check()
         checks = findings(planned, chosen, str(cost))
         start, kept = time.perf_counter(), tuple(path for path, _ in linears(model.spec) if path not in chosen)
-        with _opened(place_of_work, cache(partial(_fingerprint, model, settings)), processes) as work:
+        with _opened(place_of_work, cache(partial(_fingerprint, model, settings, lazy)), processes) as work:
             run = _Run(model, chosen, preparation, ids, _Choices(true_sequential, least_tokens, all_experts), work, folder, processes)
             rows = run.execute(progress and processes.first, checks)
         return Report(tuple(rows), kept, settings, time.perf_counter() - start, tuple(preparation.changes), budget, checks)
@@ -160,6 +160,8 @@ class _Run:
 
     def _quantize(self, stage: Stage, number: int) -> list[Row]:
         self.preparation.enter(stage.parts)
+        if self.preparation.turners:
+            self.processes.of_first(tensor for _, tensor in stage_tensors(self.model, stage.parts))
         changes = self.preparation.scale(stage.name, self._surroundings(stage))
         self.preparation.changes += changes
         self.between.advance_reference(stage)
@@ -284,7 +286,9 @@ def _opened(folder: Path | None, fingerprint: Callable[[], dict[str, Any]], proc
         yield None
         return
     with reserved(folder) if processes.first else nullcontext():
-        yield processes.in_turn(lambda: WorkDir(folder, fingerprint()))
+        work = processes.in_turn(lambda: WorkDir(folder, fingerprint()))
+        processes.check_folder(folder)
+        yield work
 
 
 def _folder(offload: str | Path | None) -> Path | None:
@@ -308,16 +312,22 @@ def _words(rows: Sequence[Row]) -> str:
     return ", ".join(said)
 
 
-def _fingerprint(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the result: settings, spec, and the weights by their bytes, or by their files where they are still to be loaded."""
-    state = model.state_dict()
-    if model.source and any(t.is_meta for t in state.values()):
+def is_lazy(model: Model) -> bool:
+    """Whether weights are still to be loaded from the model's files."""
+    return model.source is not None and any(t.is_meta for t in model.state_dict().values())
+
+
+def _fingerprint(model: Model, settings: Mapping[str, Any], lazy: bool) -> dict[str, Any]:
+    """What decides the result: settings, spec, and the weights by their bytes, or by their files where they were still to be loaded."""
+    if lazy and model.source is not None:
         weights = _digest([json.dumps(model.source.checkpoint.identity()).encode()])
     else:
-        weights = _digest(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in state.values() if t.numel())
+        weights = _digest(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in model.state_dict().values() if t.numel())
     return {
         **settings,
         "zoo": version("modular-zoo"),
+        "torch": torch.__version__,
+        "device": place(model)[1].type,
         "model": _digest([repr(model.spec).encode()]),
         "weights": weights,
         "dtype": str(model.dtype),

@@ -60,9 +60,11 @@ def _scale(transform: ChannelScaling, fold: Fold, around: Surroundings, sizes: C
     if sizes is None or not sizes.tokens:
         return {"skipped": "no tokens"}
     found = transform.scale(_channels(fold, around, sizes, hessians))
+    # the first process's for all: another kind of device may differ in the last bit
+    found = around.processes.decided(lambda: found and (found[0].cpu(), found[1]))
     if found is None:
         return {"skipped": "nothing better than no scale"}
-    scale, facts = found
+    scale, facts = found[0].to(around.device), found[1]
     if not apply_scale(around.model, fold, scale):
         return {"skipped": f"scaled weights would pass the range of {around.model.dtype}"}
     return facts | {"least": float(scale.min()), "largest": float(scale.max())}

@@ -10,7 +10,7 @@ import pytest
 LINKS = Path(__file__).parents[2] / ".types"
 MODEL = 1  # every module of zoo/ that LAYERS does not name
 LAYERS = {"components": 0, "quantize": 2, "eval": 3, "recipes": 4, "": 5, "__main__": 5, "cli": 5, "commands": 5}
-SHARED = {"contracts", "cost", "numerics", "ops", "registry", "spec"}  # what a family may import
+SHARED = {"contracts", "cost", "numerics", "ops", "registry", "repeats", "spec"}  # what a family may import
 
 
 @pytest.fixture(scope="module")

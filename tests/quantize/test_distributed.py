@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import zoo
 from tests.quantize.models import MOE, ids, small
 from tests.zoo.oracle import llama_checkpoint
 from zoo.components.spec import dump
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 EXACT = ("rtn", "rtn without data", "nvfp4", "auto_round, gptq")
 RESUMED = "auto_round, gptq"
+LAZILY = "budget of a model still to be loaded"
 
 
 class Killed(BaseException):
@@ -100,6 +102,8 @@ def worker(rank: int, folder: Path) -> None:
     with group(rank, folder / "store"):
         for name, settings in CASES.items():
             keep(folder, name, rank, *run(settings))
+        lazy = zoo.load(folder / "model", lazy=True)
+        keep(folder, LAZILY, rank, lazy, quantize(lazy, calibration=WINDOWS, group_size=32, progress=False, **CASES["budget"]))
         keep(folder, "resumed", rank, *killed_and_resumed(folder / "work"))
         said = {name: message(act) for name, act in failures(rank).items()} | {"pooled": pooled(rank)}
         (folder / f"said.{rank}.json").write_text(json.dumps(said))
@@ -170,6 +174,7 @@ def pooled(rank: int) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes leave."""
     where = tmp_path_factory.mktemp("two")
+    zoo.save(small(), where / "model")
     mp.spawn(worker, args=(where,), nprocs=SIZE)
     return where
 
@@ -197,6 +202,14 @@ def test_two_processes_do_what_one_does(name: str, folder: Path) -> None:
     codes = [n for n in first if n.endswith("packed")]
     same = sum(int((first[n] == expected[n]).sum()) for n in codes), sum(first[n].numel() for n in codes)
     assert name == "nvfp4" or same[0] > 0.99 * same[1]
+
+
+def test_a_budget_is_found_for_a_model_still_to_be_loaded(folder: Path) -> None:
+    """The first process loads it to find the budget, and the others do not."""
+    (first, said), (second, repeated) = (found(folder, LAZILY, rank) for rank in range(SIZE))
+    assert said["spec"] == repeated["spec"]
+    assert {row["settings"]["bits"] for row in said["report"]["rows"]} == {3, 4}
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 def layer_errors(rows: list[dict[str, Any]]) -> list[float]:

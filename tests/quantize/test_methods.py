@@ -45,7 +45,7 @@ def naive(method: GPTQ, weight: Tensor, hessian: Hessian) -> Tensor:
     """GPTQ as the paper states it: after each input, all later inputs are corrected at once."""
     w, h = weight.double(), hessian.matrix
     dead = h.diagonal() == 0
-    h[dead, dead], w[:, dead] = 1, 0
+    h[dead, dead], w[:, dead] = h.diagonal()[~dead].mean(), 0
     size, grid = method.group_size or len(h), method.storage.grid
     order = torch.tensor(ordered(method.order, h.diagonal().tolist(), size))
     before = method.fit(w, grid)
