@@ -77,6 +77,11 @@ def evaluate(model: Model, tasks: str | Sequence[str], *, limit: int | float | N
     return Evaluation(tasks=_results(raw or {}), settings=settings, seconds=time.perf_counter() - began)
 
 
+def check_tasks(names: Sequence[str], data_folder: str | Path | None = None) -> None:
+    """Raise ValueError, with the nearest, for names that no task has."""
+    _manager(names, data_folder)
+
+
 def _manager(names: Sequence[str], data_folder: str | Path | None) -> TaskManager:
     """Our tasks alone where they suffice: lm-eval's index takes seconds to read."""
     if not names:

@@ -24,6 +24,7 @@ from zoo.quantize.contracts import BlockwiseQuantizer, Quantizer
 from zoo.weights import linears
 
 KEEP = "keep"
+GROUPS = (128, 64, 32, 16)  # sizes to propose, the first that divides
 KEPT = ("embed.*", "head.*", "*router*", "*.kv_up", "*.kv_up.*")  # by default; a rule may quantize them all the same
 
 Settings = dict[str, Any]
@@ -124,12 +125,15 @@ def _near(pattern: str, known: Sequence[str]) -> list[str]:
 
 
 def _check_modules(spec: ModelSpec, modules: Mapping[str, Child], chosen: Mapping[str, Quantizer]) -> None:
-    problems = [line for path, method in chosen.items() for line in _problems(spec, path, modules[path], method)]
+    found = {path: list(_problems(spec, path, modules[path], method)) for path, method in chosen.items()}
+    problems = [line for lines in found.values() for line in lines]
     if problems:
+        inputs = [modules[path].at[0] for path, lines in found.items() if lines]
+        size = next((size for size in GROUPS if not any(n % size for n in inputs)), "null")
         raise ValueError(
             f"{len(problems)} modules cannot be quantized as asked:\n  " + "\n  ".join(problems) + "\n"
-            "Keep them by a rule ('*.mlp.down=keep'), give them other settings ('*.mlp.down={group_size: 32}'; group_size: null is one "
-            "scale per output), or change the settings of all"
+            "Keep them by a rule ('*.mlp.down=keep'), give them other settings "
+            f"('*.mlp.down={{group_size: {size}}}'; group_size: null is one scale per output), or change the settings of all"
         )
 
 

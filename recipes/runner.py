@@ -35,12 +35,16 @@ def run(recipe: Recipe, out: str | Path, *, console: Console | None = None, fres
 
     fresh: make and measure every variant anew. The results file is written after each variant; a variant that fails has ``error`` set
     and the others go on. KeyboardInterrupt stops at once; finished variants stay. Raises FileExistsError, before anything runs, where
-    files would be replaced that are of no earlier run.
+    files would be replaced that are of no earlier run, and ValueError for tasks that are not there.
     """
     from zoo.eval.report import print_table, write_report
 
     console, out = console or Console(), Path(out)
     check_out(recipe, out)
+    if recipe.measure.tasks is not None:
+        from zoo.eval.harness import check_tasks  # takes seconds to import
+
+        check_tasks(recipe.measure.tasks.names, recipe.measure.tasks.data)
     out.mkdir(parents=True, exist_ok=True)
     done: list[Variant] = []
     for i, variant in enumerate(recipe.variants):

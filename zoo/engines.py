@@ -147,14 +147,18 @@ def in_words(found: Sequence[Refusal]) -> str:
     return f"{REFUSED}: on {counted((least,))} {'; '.join(first)}. {where}"
 
 
+NEEDED = {"awq": " (with gptqmodel)", "gptq": " (with optimum and gptqmodel)", "aqlm": " (with aqlm)"}
+
+
 def readme(spec: ModelSpec, name: str, quantization: Mapping[str, Any], reason: str | None) -> str:
     """README.md of a saved quantized model. reason: why transformers cannot run it, None where it can."""
     method, storages = str(quantization["quant_method"]), storage_lines(spec)
     lines = [f"# {name}", "", "A quantized model, written by modular-zoo. Its linear modules are stored as", "", *storages, ""]
     lines += ["## How to load it", "", *block("Here:", "import zoo", "", f'model = zoo.load("{name}")', language="python")]
     if reason is None:
-        code = ("from transformers import AutoModelForCausalLM", "", f'model = AutoModelForCausalLM.from_pretrained("{name}")')
-        lines += block("In transformers:", *code, language="python")
+        dtype = ', dtype="bfloat16"' if "nvfp4" in str(quantization) else ""  # the one in which compressed-tensors decodes it
+        code = ("from transformers import AutoModelForCausalLM", "", f'model = AutoModelForCausalLM.from_pretrained("{name}"{dtype})')
+        lines += block(f"In transformers{NEEDED.get(method, '')}:", *code, language="python")
     else:
         lines += [f"transformers does not load it: {reason}.", ""]
     for engine, command, read in (("vLLM", f"vllm serve {name}", VLLM),

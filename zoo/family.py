@@ -52,7 +52,8 @@ class Family(Spec):
         Raises ValueError for a spec that the family's code cannot run: what is written is read back and must say the same.
         """
         wanted = architecture(spec)
-        written = {**config, "architectures": [self.loader(wanted)], "model_type": self.name, **self.fields(wanted, config)}
+        loader = self.loader(wanted)
+        written = {**config, "architectures": [loader] if loader else [], "model_type": self.name, **self.fields(wanted, config)}
         rows = compact(diff(architecture(self.read(written)), wanted))
         if rows:
             lost = "; ".join(f"{path} is {have} where it can only say {says}" for path, says, have in rows)

@@ -278,7 +278,9 @@ def check_parts(model: Model, plan: Plan) -> None:
         problems.append(f"cache {model.spec.cache.name} hands tokens from layer to layer, which several GPUs cannot; override cache=dense")
     if problems:
         some = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
-        raise ValueError(f"device_map: {some}. Or give these a place where they stay")
+        raise ValueError(
+            f"device_map: {some}. Give these a place where they stay, or load packed weights as plain ones (quantized='dequantize')"
+        )
 
 
 def check_disk(folder: Path, need: int) -> None:

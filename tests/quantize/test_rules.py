@@ -109,3 +109,10 @@ def test_errors_come_together(spec: ModelSpec) -> None:
     with pytest.raises(SpecError) as error:
         chosen(spec, "*.mlp.down={bits: 5, damp: 1}")
     assert len(error.value.errors) >= 2
+
+
+@pytest.mark.parametrize(("size", "proposed"), [(64, "32"), (96, "64")])
+def test_a_group_that_divides_is_proposed(size: int, proposed: str, spec: ModelSpec) -> None:
+    """96 inputs of down do not divide by 64, the 64 of all others do not by 96."""
+    with pytest.raises(ValueError, match=r"cannot be quantized as asked:\n(?:.*\n)*.*\{group_size: " + proposed + r"\}'; group_size: null"):
+        chosen(spec, base=GPTQ(bits=4, group_size=size))

@@ -235,6 +235,13 @@ def test_parts_are_swapped_and_read_through_their_caches(model: Path, tmp_path: 
     assert load_results(tmp_path / "r.json").variants[1].cache_bytes == kivi.cache_bytes
 
 
+def test_tasks_that_are_not_there_are_said_before_anything_runs(model: Path, tmp_path: Path, quiet: Console) -> None:
+    recipe = read_recipe(write(tmp_path, model=str(model), measure={"tasks": {"names": ["zoo_comon"]}}))
+    with pytest.raises(ValueError, match="no task named 'zoo_comon'; the nearest are "):
+        runner.run(recipe, tmp_path / "out", console=quiet)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def any_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Git does not tell the revision, so that a source which is edited during a long test changes nothing."""

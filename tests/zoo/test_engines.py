@@ -11,7 +11,7 @@ import pytest
 import zoo
 from tests.quantize.models import MOE, small
 from zoo.components.spec import load
-from zoo.engines import refusals
+from zoo.engines import readme, refusals
 from zoo.model import ModelSpec
 from zoo.quantize import quantize
 
@@ -118,3 +118,15 @@ def test_what_only_zoo_reads_says_so(tmp_path: Path) -> None:
         assert words in text
     assert "Marlin" not in text
     assert not (tmp_path / "plain/README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "line"),
+    [
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, 'from_pretrained("x", dtype="bfloat16")'),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 'from_pretrained("x")'),
+        ({"quant_method": "awq"}, "In transformers (with gptqmodel):"),
+    ],
+)
+def test_the_readme_says_what_transformers_needs(quantization: dict[str, Any], line: str) -> None:
+    assert line in readme(small().spec, "x", quantization, None)
