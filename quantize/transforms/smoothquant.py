@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ LEAST = 1e-5  # of a scale
 class SmoothQuant(ChannelScaling):
     """Channels that a norm puts out are divided by max|X|^alpha / max|W|^(1 - alpha), what reads them is multiplied by it.
 
-    alpha: 0.5 suits OPT, 0.8 Mistral and Mixtral, 0.85 Llama; at 0 only weights are evened out, at 1 only activations.
+    alpha: 0.5 suits OPT, 0.8 Mistral and Mixtral, 0.85 Llama; at 0 only weights are evened out, at 1 only activations. sources: whose
+    outputs are divided; the paper's are norms, ``value`` (read by the output projection) and ``up`` (read by ``down``) can be too.
     """
 
-    sources = ("norm",)
-
+    sources: tuple[Literal["norm", "value", "up"], ...] = ("norm",)  # pyright: ignore[reportIncompatibleVariableOverride] (here a setting)
     alpha: float = 0.5
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.alpha <= 1:
             yield "alpha", f"must lie in 0..1, got {self.alpha}"
+        if not self.sources:
+            yield "sources", "name at least one of norm, value, up"
 
     def scale(self, channels: Channels) -> tuple[Tensor, dict[str, Any]]:
         weight = torch.stack([w.abs().amax(0) for w in channels.weights]).amax(0)

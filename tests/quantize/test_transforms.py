@@ -22,7 +22,8 @@ from zoo.quantize.transforms.awq import AWQScaling, candidate, relative
 from zoo.quantize.transforms.rotation import Rotation
 from zoo.quantize.transforms.smoothquant import SmoothQuant
 
-TRANSFORMS: list[list[Any]] = [["smoothquant"], ["awq"], ["rotation"], [{"name": "rotation", "block": 32}, "awq"]]
+EVERYWHERE = {"name": "smoothquant", "sources": ["norm", "value", "up"]}
+TRANSFORMS: list[list[Any]] = [["smoothquant"], [EVERYWHERE], ["awq"], ["rotation"], [{"name": "rotation", "block": 32}, "awq"]]
 
 
 def with_outliers(**options: Any) -> Model:
@@ -81,6 +82,12 @@ def test_smoothquant_makes_activations_fit_eight_bits() -> None:
         quantize(model, "w8a8", transforms=transforms, calibration=ids(8, 24), progress=False)
         errors.append(error(model, before))
     assert errors[1] < 0.8 * errors[0]
+
+
+def test_smoothquant_goes_where_it_is_told() -> None:
+    for transform, further in (("smoothquant", set()), (EVERYWHERE, {"layers.1.mixer.projection.v", "layers.1.mlp.up"})):
+        _, report = run(small(), transforms=[transform])
+        assert {c.place for c in report.changes if c.place.startswith("layers.1") and "norm" not in c.place} == further
 
 
 @torch.no_grad()
@@ -211,6 +218,7 @@ def test_a_model_that_is_loaded_layer_by_layer(tmp_path: Path) -> None:
     ("model", "settings", "kind", "message"),
     [
         ("llama", {"transforms": ["smothquant"]}, SpecError, "did you mean 'smoothquant'"),
+        ("llama", {"transforms": [{"name": "smoothquant", "sources": []}]}, SpecError, r"transforms\.0\.sources: name at least one"),
         ("llama", {"transforms": [{"name": "smoothquant", "alpha": 2}]}, SpecError, r"transforms\.0\.alpha: must lie in 0\.\.1"),
         ("llama", {"transforms": ["awq", "rotation"]}, ValueError, "rotation moves the gains of norms into weights, which undoes awq"),
         ("llama", {"transforms": [{"name": "rotation", "block": 5}]}, ValueError, "32 channels do not divide into blocks of 5"),
